@@ -1,0 +1,32 @@
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread per process: the examples and tests are tiny, and bits depend on the number of threads.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all check bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python -m pipeline new digits --data-home demo --exist-ok
+	$(BIN)/torchrun --nproc-per-node=2 training_pipeline.py digits --data-home demo --reset
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf .venv demo

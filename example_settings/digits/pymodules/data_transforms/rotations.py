@@ -1,0 +1,14 @@
+"""The same augmentation as for the digits."""
+
+from pipeline.components import BaseDataTransform
+
+from ..utils.augmentation import augment
+
+
+class TrainDataTransform(BaseDataTransform):
+    def __call__(self, data_point):
+        data_point["image"] = augment(data_point["image"])
+
+
+class EvalDataTransform(BaseDataTransform):
+    pass

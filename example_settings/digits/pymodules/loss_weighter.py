@@ -1,0 +1,3 @@
+from pipeline.components import DynamicWeightAverage
+
+loss_weighter = DynamicWeightAverage(temperature=2.0)

@@ -1,0 +1,4 @@
+from torch import nn
+
+module = nn.Linear(64, 4)
+settings = {"frozen": False}

@@ -1,0 +1,130 @@
+"""The command line of the training run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pipeline.errors import UsageError
+from pipeline.paths import DATA_HOME_VARIABLE, check_name
+
+START, RESUME, RESET, AUTO = "start", "resume", "reset", "auto"
+
+_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node=4 training_pipeline.py digits
+  torchrun --nproc-per-node=2 training_pipeline.py digits --resume
+
+exit codes: 0 finished, nothing to do, or stopped on request; 2 bad usage or invalid experiment;
+3 results exist, are missing, or are in use; 1 anything else.
+"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the user asked for."""
+
+    experiment: str
+    mode: str = START
+    data_home: str | None = None
+    overrides: tuple[str, ...] = ()
+    deterministic: bool = False
+    no_validate: bool = False
+    detect_anomaly: bool = False
+    stop_after_epoch: int | None = None
+    accept_edited_copy: bool = False
+
+    @property
+    def all_overrides(self) -> tuple[str, ...]:
+        """The overrides with the two flags that are short for one."""
+        return (
+            *self.overrides,
+            *(["training.deterministic=true"] if self.deterministic else []),
+            *(["training.evaluation_interval=0"] if self.no_validate else []),
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports from rank zero only: under torchrun every process parses the same line."""
+
+    def error(self, message: str) -> NoReturn:
+        if is_rank_zero():
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def print_help(self, file: object = None) -> None:
+        if is_rank_zero():
+            print(self.format_help(), end="")
+
+
+def is_rank_zero() -> bool:
+    """Tell, before processes have joined, whether this one speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def parse_arguments(words: list[str] | None = None) -> Arguments:
+    """Parse the command line; a wrong one ends the process with exit code 2."""
+    parsed = vars(_parser().parse_args(words))
+    mode = next((mode for mode in (RESUME, RESET, AUTO) if parsed.pop(mode)), START)
+    parser_error = _contradiction(mode, parsed)
+    if parser_error:
+        _parser().error(parser_error)
+    overrides = tuple(parsed.pop("set"))
+    return Arguments(mode=mode, overrides=overrides, **parsed)
+
+
+def _contradiction(mode: str, parsed: dict[str, object]) -> str | None:
+    try:
+        check_name(str(parsed["experiment"]))
+    except UsageError as error:
+        return str(error)
+    if mode == RESUME and parsed["set"]:
+        return (
+            "--set changes settings and works only when an experiment starts; a resumed one runs with its frozen copy. "
+            "fix: make a variant with 'python -m pipeline new VARIANT --from EXPERIMENT --set …'"
+        )
+    return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="training_pipeline.py",
+        description="Train an experiment stage by stage; kill it anywhere and run it again.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("experiment", help="name of a folder below experiment_settings")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--resume", action="store_true", help="continue an unfinished experiment from its last commit")
+    mode.add_argument("--reset", action="store_true", help="delete the experiment's results and logs, then start")
+    mode.add_argument("--auto", action="store_true", help="start, continue or do nothing, whichever is right")
+    parser.add_argument("--data-home", metavar="DIR", help=f"default: ${DATA_HOME_VARIABLE}, else the current folder")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FILE.KEY=VALUE",
+        help="change a setting when starting; repeatable, e.g. --set data_loading.step_min_items=128",
+    )
+    parser.add_argument("--deterministic", action="store_true", help="short for --set training.deterministic=true")
+    parser.add_argument("--no-validate", action="store_true", help="short for --set training.evaluation_interval=0")
+    parser.add_argument("--detect-anomaly", action="store_true", help="let autograd name the operation that made a NaN")
+    parser.add_argument("--stop-after-epoch", type=_epoch, metavar="N", help="stop cleanly after that epoch, resumable")
+    parser.add_argument(
+        "--accept-edited-copy",
+        action="store_true",
+        help="resume although files of the frozen copy inside the results were edited",
+    )
+    return parser
+
+
+def _epoch(word: str) -> int:
+    number = int(word)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, but is {number} instead")
+    return number

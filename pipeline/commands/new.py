@@ -1,0 +1,87 @@
+"""Write a settings folder that trains as it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.experiment.settings import read_contents
+from pipeline.paths import ExperimentPaths, data_home, settings_names
+
+EXAMPLE = "example:\n  python -m pipeline new my_digits --template digits --set training.seed=1"
+_IGNORED = shutil.ignore_patterns("__pycache__", ".*", "*.pyc")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", nargs="?", help="name of the experiment to write")
+    parser.add_argument("--list", action="store_true", help="list the templates")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--template", default="digits", help="an example to copy (default: digits)")
+    source.add_argument("--from", dest="other", metavar="EXP", help="an experiment of yours to copy")
+    parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
+    parser.add_argument("--exist-ok", action="store_true", help="leave an experiment that exists as it is")
+    parser.add_argument("--data-home", metavar="DIR")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        print("\n".join(templates()))
+        return 0
+    if arguments.experiment is None:
+        raise UsageError("Say which experiment to write.", EXAMPLE.splitlines()[-1].strip())
+    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    if paths.settings.exists():
+        if arguments.exist_ok:
+            return 0
+        raise StateConflict(f"{paths.settings} exists already.\n  fix: choose another name, or delete the folder.")
+    _write(_source(arguments, paths), paths.settings, tuple(arguments.set))
+    print(f"wrote {paths.settings}")
+    print(f"next: torchrun --nproc-per-node=2 training_pipeline.py {paths.name}{_home_option(arguments)}")
+    return 0
+
+
+def templates_folder() -> Path:
+    """Return the examples: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "example_settings"
+    return installed if installed.is_dir() else package.parent / "example_settings"
+
+
+def templates() -> list[str]:
+    return sorted(path.name for path in templates_folder().iterdir() if (path / "pymodules").is_dir())
+
+
+def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
+    if arguments.other is None:
+        if arguments.template not in templates():
+            known = templates()
+            raise UsageError(f"No template {arguments.template!r}; there are {', '.join(known)}.")
+        return templates_folder() / str(arguments.template)
+    other = paths.other(arguments.other)
+    for folder in (other.settings, other.results):
+        if (folder / "pymodules").is_dir():
+            return folder
+    known = settings_names(paths.home)
+    listed = ", ".join(known) or "none"
+    raise UsageError(f"No experiment {other.name!r}; there are {listed}.{nearest(other.name, known)}")
+
+
+def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:
+    """Copy beside the target and rename, so that an interrupted copy is never taken for an experiment."""
+    original = read_contents(source / "settings")
+    contents = read_contents(source / "settings", overrides)
+    staging = target.with_name(f".{target.name}.new")
+    shutil.rmtree(staging, ignore_errors=True)
+    for part in ("pymodules", "settings"):
+        shutil.copytree(source / part, staging / part, ignore=_IGNORED)
+    for name, content in contents.items():
+        if content != original[name]:
+            (staging / "settings" / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    staging.rename(target)
+
+
+def _home_option(arguments: argparse.Namespace) -> str:
+    return f" --data-home {arguments.data_home}" if arguments.data_home else ""

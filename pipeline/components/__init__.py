@@ -1,0 +1,51 @@
+"""The author's vocabulary: the contracts an experiment fills in and policies that are ready to use."""
+
+from pipeline.components.checkpoint_savers import (
+    BaseCheckpointSaver,
+    ImprovementCheckpointSaver,
+    PeriodicCheckpointSaver,
+)
+from pipeline.components.data_counters import BaseDataCounter, CategoryCounter, DatasetSizeCounter
+from pipeline.components.datasets import BaseDataset, BaseDataTransform
+from pipeline.components.early_stoppers import BaseEarlyStopper, RegisterEarlyStopper, WeightedLossEarlyStopper
+from pipeline.components.loss_weighters import (
+    BaseLossWeighter,
+    DynamicWeightAverage,
+    MovingAverageLossWeighter,
+    StaticLossWeighter,
+    UniformLossWeighter,
+)
+from pipeline.components.losses import Losses, LossRecord, num_finished_epochs, weighted_loss
+from pipeline.components.module_transforms import BaseModuleTransform
+from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
+from pipeline.components.stateful import Stateful, load_json, save_json
+
+__all__ = [
+    "BaseCheckpointSaver",
+    "BaseDataCounter",
+    "BaseDataTransform",
+    "BaseDataset",
+    "BaseEarlyStopper",
+    "BaseLossWeighter",
+    "BaseModuleTransform",
+    "BaseScheduler",
+    "CategoryCounter",
+    "DatasetSizeCounter",
+    "DynamicWeightAverage",
+    "ImprovementCheckpointSaver",
+    "LossRecord",
+    "Losses",
+    "MovingAverageLossWeighter",
+    "PeriodicCheckpointSaver",
+    "RegisterEarlyStopper",
+    "Stateful",
+    "StaticLossWeighter",
+    "TorchScheduler",
+    "UniformLossWeighter",
+    "WarmupScheduler",
+    "WeightedLossEarlyStopper",
+    "load_json",
+    "num_finished_epochs",
+    "save_json",
+    "weighted_loss",
+]

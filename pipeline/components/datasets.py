@@ -1,0 +1,39 @@
+"""Datasets and the transforms of their points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+DataPoint = dict[str, Any]
+
+
+class BaseDataset(Dataset[DataPoint]):
+    """A dataset of dict points that knows its splits.
+
+    Define ``__getitem__(idx)`` and ``get_split_idxs(split)``. Define ``getitem_metadata(idx)`` if a data
+    counter uses the dataset. A dataset that can fetch many points at once may define ``__getitems__(idxs)``.
+    """
+
+    def __getitem__(self, idx: int) -> DataPoint:
+        raise TypeError(f"{type(self).__name__} must define __getitem__(idx), which returns the data point as a dict.")
+
+    def get_split_idxs(self, split: str) -> Sequence[int]:
+        """Return the indices that belong to ``"train"``, ``"val"`` or ``"test"``."""
+        raise TypeError(f"{type(self).__name__} must define get_split_idxs(split).")
+
+    def getitem_metadata(self, idx: int) -> DataPoint:
+        """Return the light part of a point that counters need; by default the whole point."""
+        return self[idx]
+
+
+class BaseDataTransform:
+    """A transform of one data point; it may edit the point in place or return a new one.
+
+    It may draw from the generators of python, numpy and torch: they are set anew for every point.
+    """
+
+    def __call__(self, data_point: DataPoint) -> DataPoint | None:
+        return data_point

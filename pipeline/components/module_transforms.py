@@ -1,0 +1,24 @@
+"""Module transforms: from a batch to losses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class BaseModuleTransform:
+    """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
+
+    The same object serves training and evaluation; modules tell by ``module.training``.
+    """
+
+    def __init__(self, data_counters: dict[str, Any], device: torch.device, logger: logging.Logger) -> None:
+        self.data_counters = data_counters
+        self.device = device
+        self.logger = logger
+
+    def __call__(self, batch: Any, modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+        raise TypeError(f"{type(self).__name__} must define __call__(batch, modules).")

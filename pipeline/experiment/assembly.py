@@ -1,0 +1,147 @@
+"""Assembly: from files to an experiment whose parts fit together, before anything is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeline.errors import InvalidExperiment, Problem
+from pipeline.experiment.checks import (
+    Splits,
+    name_problems,
+    parameter_problems,
+    read_splits,
+    unevaluated_registers,
+)
+from pipeline.experiment.contracts import Components, ContractReader
+from pipeline.experiment.pymodules import PymoduleLoader
+from pipeline.experiment.settings import Settings
+from pipeline.experiment.user_code import user_problem
+from pipeline.runtime.randomness import key_generators
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment that can run: its settings, its components and the optimizers over its modules."""
+
+    settings: Settings
+    components: Components
+    splits: Splits
+    optimizers: dict[str, Optimizer]
+    schedulers: dict[str, Any]
+    device: torch.device
+    folder: Path
+
+    def set_training(self, training: bool) -> None:
+        """Switch the trained modules; frozen ones stay in evaluation mode for ever."""
+        for module in self.components.trained_modules.values():
+            module.train(training)
+
+    def initialize_schedulers(self) -> None:
+        """Tell each scheduler, once in the life of an experiment, from which epoch on it acts."""
+        for name, scheduler in self.schedulers.items():
+            scheduler.initialize(self.components.optim_sched[name].scheduler_start_epoch)
+
+    def learning_rates(self) -> dict[str, dict[str, float]]:
+        """Return the rates in force, by optimizer and param group."""
+        return {
+            name: {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
+            for name, optimizer in self.optimizers.items()
+        }
+
+
+def assemble(folder: Path, settings: Settings, device: torch.device) -> Experiment:
+    """Load the pymodules below ``folder`` and put the experiment together, or raise every problem found."""
+    components = _read_components(folder, settings)
+    splits, problems = read_splits(components, folder)
+    _raise(problems)
+    _raise(list(unevaluated_registers(components, settings, splits, folder)))
+    _place_modules(components, settings, device)
+    optimizers = _create_optimizers(components, folder)
+    _raise(list(parameter_problems(components, optimizers, folder)))
+    _scale_learning_rates(optimizers, settings)
+    schedulers = _create_schedulers(components, optimizers, folder)
+    key_generators(settings.training.seed, "assembled")
+    return Experiment(settings, components, splits, optimizers, schedulers, device, folder)
+
+
+def _read_components(folder: Path, settings: Settings) -> Components:
+    loader = PymoduleLoader(folder, settings.training.seed)
+    reader = ContractReader(loader.load())
+    components = reader.read()
+    _raise(loader.problems + reader.problems + list(name_problems(components, settings, folder)))
+    return components
+
+
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise InvalidExperiment(problems)
+
+
+def _place_modules(components: Components, settings: Settings, device: torch.device) -> None:
+    for definition in components.modules.values():
+        definition.module.to(device)
+        if definition.frozen:
+            definition.module.requires_grad_(False).eval()
+        if definition.compile:
+            definition.module.compile()
+    if settings.training.sync_batchnorm:
+        _check_sync_batchnorm(components, device)
+
+
+def _check_sync_batchnorm(components: Components, device: torch.device) -> None:
+    """SyncBatchNorm replaces layers inside a module, so the module itself must not be one."""
+    if device.type != "cuda":
+        problem = Problem(
+            "settings/training.json (sync_batchnorm)", "needs CUDA, but this machine has none", "set it to false"
+        )
+        raise InvalidExperiment([problem])
+    for module in components.trained_modules.values():
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)
+
+
+def _create_optimizers(components: Components, folder: Path) -> dict[str, Optimizer]:
+    optimizers: dict[str, Optimizer] = {}
+    for name, definition in components.optim_sched.items():
+        where = folder / "optim_sched" / f"{name}.py"
+        try:
+            optimizer = definition.create_optimizer(components.all_modules)
+        except Exception as error:
+            raise InvalidExperiment([user_problem(error, folder, str(where), "create_optimizer must work")]) from error
+        if not isinstance(optimizer, Optimizer):
+            what = f"create_optimizer must return a torch optimizer, but returns {type(optimizer).__name__}"
+            raise InvalidExperiment([Problem(str(where), what)])
+        optimizers[name] = optimizer
+    return optimizers
+
+
+def _scale_learning_rates(optimizers: dict[str, Optimizer], settings: Settings) -> None:
+    scaling = settings.training.lr_scaling
+    if scaling is None:
+        return
+    factor = settings.step_min_items / scaling.base_items
+    factor = math.sqrt(factor) if scaling.rule == "sqrt" else factor
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+
+
+def _create_schedulers(components: Components, optimizers: dict[str, Optimizer], folder: Path) -> dict[str, Any]:
+    schedulers = {}
+    for name, definition in components.optim_sched.items():
+        where = folder / "optim_sched" / f"{name}.py"
+        try:
+            schedulers[name] = definition.create_scheduler(optimizers[name])
+        except Exception as error:
+            raise InvalidExperiment([user_problem(error, folder, str(where), "create_scheduler must work")]) from error
+        for method in ("initialize", "before_train_epoch", "after_train_step", "after_train_epoch", "save", "load"):
+            if not callable(getattr(schedulers[name], method, None)):
+                what = f"create_scheduler must return an object with a method {method}; TorchScheduler wraps torch's"
+                raise InvalidExperiment([Problem(str(where), what)])
+    return schedulers

@@ -1,0 +1,127 @@
+"""Cross-checks: what the files of an experiment say must fit together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+
+from pipeline.errors import Problem, nearest
+from pipeline.experiment.contracts import Components
+from pipeline.experiment.settings import Settings
+from pipeline.experiment.user_code import user_problem
+
+Splits = dict[str, dict[str, np.ndarray]]
+_PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
+
+
+def name_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield names that do not match across files."""
+    yield from _dataset_file_problems(components, folder)
+    yield from _register_problems(components, settings, folder)
+    for name, counter in components.data_counters.items():
+        for dataset in sorted(set(counter.dataset_names) - set(components.datasets)):
+            where = str(folder / "data_counters" / f"{name}.py")
+            yield Problem(where, f"dataset_names has {dataset!r}, {_available(dataset, list(components.datasets))}")
+    if components.modules and not components.trained_modules:
+        frozen = ", ".join(components.frozen_modules)
+        yield Problem(str(folder / "modules"), f"at least one module must be trained, but all are frozen: {frozen}")
+
+
+def _dataset_file_problems(components: Components, folder: Path) -> Iterator[Problem]:
+    datasets = list(components.datasets)
+    for family in _PER_DATASET:
+        present = getattr(components, family)
+        for dataset in sorted(set(datasets) - set(present)):
+            yield Problem(str(folder / family / f"{dataset}.py"), f"file is missing for dataset {dataset!r}")
+        for name in sorted(set(present) - set(datasets)):
+            where = str(folder / family / f"{name}.py")
+            yield Problem(where, f"must be named like a dataset, {_available(name, datasets)}")
+
+
+def _register_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    known = list(settings.register_names)
+    settings_file = str(folder.parent / "settings" / "loss_registers.json")
+    for name, count in Counter(known).items():
+        if count > 1:
+            yield Problem(settings_file, f"register {name!r} must be listed once, but is listed {count} times")
+    if not any(register.optimize for register in settings.loss_registers):
+        yield Problem(settings_file, "at least one register must be optimised, but all have optimize: false")
+    for dataset, definition in components.module_transforms.items():
+        where = str(folder / "module_transforms" / f"{dataset}.py")
+        for register in sorted(set(definition.loss_registers) - set(known)):
+            yield Problem(where, f"loss_registers has {register!r}, {_available(register, known)}")
+    fed = {name for definition in components.module_transforms.values() for name in definition.loss_registers}
+    for register in sorted(set(known) - fed):
+        yield Problem(settings_file, f"register {register!r} is fed by no module transform")
+
+
+def _available(name: str, known: list[str]) -> str:
+    return f"but there are {', '.join(sorted(known)) or 'none'}.{nearest(name, known)}"
+
+
+def read_splits(components: Components, folder: Path) -> tuple[Splits, list[Problem]]:
+    """Return the indices of every dataset's train and val split."""
+    splits: Splits = {}
+    problems: list[Problem] = []
+    for name, dataset in components.datasets.items():
+        where = str(folder / "datasets" / f"{name}.py")
+        try:
+            splits[name] = {split: _indices(dataset, split) for split in ("train", "val")}
+        except Exception as error:
+            must = "get_split_idxs must return the indices of a split"
+            problems.append(user_problem(error, folder, where, must))
+            continue
+        if not len(splits[name]["train"]):
+            problems.append(Problem(where, "the train split must have points, but get_split_idxs('train') has 0"))
+    return splits, problems
+
+
+def _indices(dataset: Any, split: str) -> np.ndarray:
+    indices = np.asarray(dataset.get_split_idxs(split))
+    if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
+        raise TypeError(f"{split!r} must be a list of integers, but has shape {indices.shape} of {indices.dtype}")
+    return indices.astype(np.int64)
+
+
+def unevaluated_registers(
+    components: Components, settings: Settings, splits: Splits, folder: Path
+) -> Iterator[Problem]:
+    """Yield registers that no validation point would ever reach."""
+    if settings.training.evaluation_interval == 0:
+        return
+    for register in settings.register_names:
+        feeding = [name for name, made in components.module_transforms.items() if register in made.loss_registers]
+        if feeding and not any(len(splits[name]["val"]) for name in feeding):
+            what = f"register {register!r} is fed by {', '.join(feeding)}, whose val splits have 0 points"
+            yield Problem(
+                str(folder / "datasets"), what, "give one a val split, or set training.evaluation_interval to 0"
+            )
+
+
+def parameter_problems(components: Components, optimizers: Mapping[str, Optimizer], folder: Path) -> Iterator[Problem]:
+    """Yield parameters in no or two optimizers, and groups without a name."""
+    owners: dict[int, list[str]] = {}
+    for name, optimizer in optimizers.items():
+        where = str(folder / "optim_sched" / f"{name}.py")
+        names = [group.get("name") for group in optimizer.param_groups]
+        if any(not isinstance(group, str) for group in names) or len(set(names)) < len(names):
+            yield Problem(where, f"every param group must have a 'name' of its own, but the names are {names}")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owners.setdefault(id(parameter), []).append(name)
+    for module_name, entry in components.modules.items():
+        where = str(folder / "modules" / f"{module_name}.py")
+        for parameter_name, parameter in entry.module.named_parameters():
+            found = owners.get(id(parameter), [])
+            if entry.frozen and found:
+                yield Problem(where, f"frozen parameter {parameter_name!r} must be in no optimizer, but is in {found}")
+            elif not entry.frozen and parameter.requires_grad and len(found) != 1:
+                which = " and ".join(found) or "none"
+                yield Problem(
+                    where, f"parameter {parameter_name!r} must be in exactly one optimizer, but is in {which}"
+                )

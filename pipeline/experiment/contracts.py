@@ -1,0 +1,334 @@
+"""The contracts of the pymodules: what each file must define, checked and put into typed values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.utils.data import default_collate
+
+from pipeline.errors import Problem, nearest
+
+_UNSAFE_LOADER_ARGUMENTS = {
+    "shuffle": "the epoch's plan shuffles",
+    "sampler": "the epoch's plan chooses the points",
+    "batch_sampler": "the epoch's plan makes the batches",
+    "drop_last": "no item is ever dropped",
+    "generator": "randomness is keyed",
+    "worker_init_fn": "randomness is keyed",
+    "collate_fn": "define collate_fn beside the arguments",
+    "dataset": "the dataset of the same name is used",
+}
+_LOSS_WEIGHTER_METHODS = {
+    "before_train_epoch": 1,
+    "after_train_step": 1,
+    "after_train_epoch": 1,
+    "before_eval_epoch": 1,
+    "after_eval_epoch": 1,
+    "get_loss_weight": 1,
+}
+
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """How one split of a dataset is loaded."""
+
+    batch_size: int
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    point_size: int = 1
+    pin_memory: bool = False
+    timeout: float = 0
+    persistent_workers: bool = True
+    multiprocessing_context: str | None = None
+
+    @property
+    def batch_items(self) -> int:
+        return self.batch_size * self.point_size
+
+
+@dataclass(frozen=True)
+class DataLoading:
+    train: LoaderArguments
+    eval: LoaderArguments
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+
+
+@dataclass(frozen=True)
+class DataTransforms:
+    train: Callable[[Any], Any]
+    eval: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class DataCounter:
+    counter: Any
+    dataset_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where initial weights come from and how their keys are renamed."""
+
+    ckp_name: str | None = None
+    exp_name: str | None = None
+    ckp_pool_name: str | None = None
+    module_name: str | None = None
+    strict: bool = True
+    strip_prefix: str = ""
+    key_map: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModuleDefinition:
+    module: nn.Module
+    frozen: bool = False
+    compile: bool = False
+    source: WeightSource | None = None
+
+
+@dataclass(frozen=True)
+class ModuleTransformDefinition:
+    create: Callable[..., Any]
+    loss_registers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimSched:
+    create_optimizer: Callable[[dict[str, nn.Module]], Any]
+    create_scheduler: Callable[[Any], Any]
+    scheduler_start_epoch: int = 1
+
+
+@dataclass(frozen=True)
+class Components:
+    """All that an experiment's pymodules define, by name."""
+
+    datasets: dict[str, Any]
+    data_counters: dict[str, DataCounter]
+    data_transforms: dict[str, DataTransforms]
+    dataloaders: dict[str, DataLoading]
+    modules: dict[str, ModuleDefinition]
+    module_transforms: dict[str, ModuleTransformDefinition]
+    optim_sched: dict[str, OptimSched]
+    checkpoint_saver: Any
+    early_stopper: Any
+    loss_weighter: Any
+
+    @property
+    def trained_modules(self) -> dict[str, nn.Module]:
+        return {name: entry.module for name, entry in self.modules.items() if not entry.frozen}
+
+    @property
+    def frozen_modules(self) -> dict[str, nn.Module]:
+        return {name: entry.module for name, entry in self.modules.items() if entry.frozen}
+
+    @property
+    def all_modules(self) -> dict[str, nn.Module]:
+        return {name: entry.module for name, entry in self.modules.items()}
+
+
+class ContractReader:
+    """Reads typed values out of imported pymodules and collects every broken contract."""
+
+    def __init__(self, files: dict[str, dict[str, ModuleType]]) -> None:
+        self._files = files
+        self.problems: list[Problem] = []
+
+    def read(self) -> Components:
+        """Return the components; meaningful only if no problems were found."""
+        return Components(
+            datasets=self._family("datasets", self._dataset),
+            data_counters=self._family("data_counters", self._data_counter),
+            data_transforms=self._family("data_transforms", self._data_transforms),
+            dataloaders=self._family("dataloaders", self._data_loading),
+            modules=self._family("modules", self._module),
+            module_transforms=self._family("module_transforms", self._module_transform),
+            optim_sched=self._family("optim_sched", self._optim_sched),
+            checkpoint_saver=self._single("checkpoint_saver", {"update": 3, "save_checkpoints": 0}),
+            early_stopper=self._single("early_stopper", {"update": 2, "improvement": 0, "early_stop": 0}),
+            loss_weighter=self._single("loss_weighter", _LOSS_WEIGHTER_METHODS),
+        )
+
+    def _family(self, family: str, read: Callable[[ModuleType], Any]) -> dict[str, Any]:
+        return {name: read(module) for name, module in self._files[family].items()}
+
+    def _single(self, name: str, methods: dict[str, int]) -> Any:
+        if (module := self._files[""].get(name)) is None:
+            return None
+        return self._object(module, name, {**methods, "save": 1, "load": 1})
+
+    def _dataset(self, module: ModuleType) -> Any:
+        return self._object(module, "dataset", {"__getitem__": 1, "get_split_idxs": 1})
+
+    def _data_counter(self, module: ModuleType) -> DataCounter:
+        counter = self._object(module, "data_counter", {"count": 2, "save": 1, "load": 1})
+        return DataCounter(counter, self._names(module, "dataset_names"))
+
+    def _data_transforms(self, module: ModuleType) -> DataTransforms:
+        return DataTransforms(
+            self._transform(module, "TrainDataTransform"), self._transform(module, "EvalDataTransform")
+        )
+
+    def _transform(self, module: ModuleType, name: str) -> Any:
+        create = self._get(module, name)
+        if create is None:
+            return None
+        try:
+            transform = create()
+        except Exception as error:
+            return self._broken(module, name, f"must be creatable without arguments, but raises {error!r}")
+        self._check_methods(module, name, transform, {"__call__": 1})
+        return transform
+
+    def _data_loading(self, module: ModuleType) -> DataLoading:
+        collate = getattr(module, "collate_fn", default_collate)
+        if not callable(collate):
+            self._broken(module, "collate_fn", f"must be a function of a list of points, but is {collate!r}")
+        return DataLoading(
+            self._loader_arguments(module, "train_dataloader_args"),
+            self._loader_arguments(module, "eval_dataloader_args"),
+            collate,
+        )
+
+    def _loader_arguments(self, module: ModuleType, name: str) -> Any:
+        given = self._get(module, name)
+        if not isinstance(given, Mapping):
+            return self._broken(module, name, f"must be a dict, but is {given!r}") if given is not None else given
+        known = [entry.name for entry in fields(LoaderArguments)]
+        for key in sorted(set(given) - set(known)):
+            reason = _UNSAFE_LOADER_ARGUMENTS.get(key)
+            what = f"is not allowed: {reason}" if reason else f"is unknown; allowed are {', '.join(known)}"
+            self._broken(module, f"{name}[{key!r}]", what + ("" if reason else nearest(key, known)))
+        for key, least in {"batch_size": 1, "num_workers": 0, "point_size": 1, "prefetch_factor": 1}.items():
+            value = given.get(key, least)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                self._broken(module, f"{name}[{key!r}]", f"must be an integer of {least} or more, but is {value!r}")
+        if "batch_size" not in given:
+            return self._broken(module, f"{name}['batch_size']", "is missing")
+        return LoaderArguments(**{key: given[key] for key in known if key in given})
+
+    def _module(self, module: ModuleType) -> ModuleDefinition:
+        network = self._get(module, "module")
+        if network is not None and not isinstance(network, nn.Module):
+            self._broken(module, "module", f"must be a torch.nn.Module, but is {network!r}")
+        given = self._get(module, "settings")
+        if not isinstance(given, Mapping):
+            given = {} if given is None else self._broken(module, "settings", f"must be a dict, but is {given!r}") or {}
+        known = [
+            "frozen",
+            "compile",
+            "load_weights_from_ckp",
+            "load_weights_from_exp",
+            "strict",
+            "strip_prefix",
+            "key_map",
+        ]
+        for key in sorted(set(given) - set(known)):
+            self._broken(
+                module, f"settings[{key!r}]", f"is unknown; allowed are {', '.join(known)}{nearest(key, known)}"
+            )
+        frozen, compiled = bool(given.get("frozen", False)), bool(given.get("compile", False))
+        return ModuleDefinition(network, frozen, compiled, self._weight_source(module, given))
+
+    def _weight_source(self, module: ModuleType, given: Mapping[str, Any]) -> Any:
+        renaming = {key: given[key] for key in ("strict", "strip_prefix", "key_map") if key in given}
+        ckp, exp = given.get("load_weights_from_ckp"), given.get("load_weights_from_exp")
+        if ckp and exp:
+            self._broken(module, "settings", "must have load_weights_from_ckp or load_weights_from_exp, but has both")
+        needed = ["ckp_name"] if ckp else ["exp_name", "ckp_pool_name", "module_name"]
+        source = ckp or exp
+        if not source:
+            return None
+        allowed = [*needed, "strict", "strip_prefix", "key_map"]
+        if not isinstance(source, Mapping) or set(needed) - set(source) or set(source) - set(allowed):
+            return self._broken(
+                module, "settings", f"weights must come from a dict of {', '.join(needed)}, but it is {source!r}"
+            )
+        return WeightSource(**{**renaming, **source})
+
+    def _module_transform(self, module: ModuleType) -> ModuleTransformDefinition:
+        create = self._get(module, "ModuleTransform")
+        if create is not None and not _takes(create, 3):
+            self._broken(
+                module, "ModuleTransform", "must be creatable as ModuleTransform(data_counters, device, logger)"
+            )
+        return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
+
+    def _optim_sched(self, module: ModuleType) -> OptimSched:
+        start = getattr(module, "scheduler_start_epoch", 1)
+        if not isinstance(start, int) or start < 1:
+            self._broken(module, "scheduler_start_epoch", f"must be an integer of 1 or more, but is {start!r}")
+        return OptimSched(
+            self._function(module, "create_optimizer", "modules"),
+            self._function(module, "create_scheduler", "optimizer"),
+            start,
+        )
+
+    def _function(self, module: ModuleType, name: str, argument: str) -> Any:
+        function = self._get(module, name)
+        if function is not None and not _takes(function, 1):
+            self._broken(module, name, f"must be a function {name}({argument}), but is {function!r}")
+        return function
+
+    def _names(self, module: ModuleType, name: str) -> tuple[str, ...]:
+        value = self._get(module, name)
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
+            if value is not None:
+                self._broken(module, name, f"must be a list of names, but is {value!r}")
+            return ()
+        return tuple(value)
+
+    def _object(self, module: ModuleType, name: str, methods: dict[str, int]) -> Any:
+        value = self._get(module, name)
+        if value is not None:
+            self._check_methods(module, name, value, methods)
+        return value
+
+    def _check_methods(self, module: ModuleType, name: str, value: Any, methods: dict[str, int]) -> None:
+        if inspect.isclass(value):
+            self._broken(
+                module, name, f"must be an instance, but is the class {value.__name__}; write {value.__name__}(…)"
+            )
+            return
+        for method, count in methods.items():
+            function = getattr(value, method, None)
+            if not callable(function):
+                self._broken(module, name, f"must have a method {method}, but {type(value).__name__} has none")
+            elif not _takes(function, count):
+                self._broken(module, name, f"{method}{inspect.signature(function)} must take {count} arguments")
+
+    def _get(self, module: ModuleType, name: str) -> Any:
+        if not hasattr(module, name):
+            defined = [word for word in vars(module) if not word.startswith("_")]
+            self._broken(module, name, f"is not defined{nearest(name, defined)}")
+        return getattr(module, name, None)
+
+    def _broken(self, module: ModuleType, name: str, what: str) -> Any:
+        self.problems.append(Problem(_place(module, name), f"{name} {what}"))
+        return None
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _place(module: ModuleType, name: str) -> str:
+    """Return ``file:line`` where a top-level name is set, or the file alone."""
+    path = Path(str(module.__file__))
+    word = name.partition("[")[0]
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        if line.split("(")[0].split(":")[0].split("=")[0].split() in ([word], ["def", word], ["class", word]):
+            return f"{path}:{number}"
+    return str(path)

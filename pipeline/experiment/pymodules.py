@@ -1,0 +1,103 @@
+"""Importing an experiment's Python files under a private package, so that they shadow nothing."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from pipeline.errors import Problem, nearest
+from pipeline.experiment.user_code import user_problem
+from pipeline.runtime.randomness import key_generators
+from pipeline.runtime.signals import TimeLimit
+
+FAMILIES = (
+    "datasets",
+    "data_counters",
+    "data_transforms",
+    "dataloaders",
+    "modules",
+    "module_transforms",
+    "optim_sched",
+)
+SINGLES = ("checkpoint_saver", "early_stopper", "loss_weighter")
+UTILS = "utils"
+IMPORT_TIME_LIMIT_VARIABLE = "GORIDEEPSTYLE_IMPORT_TIMEOUT"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_IGNORED = re.compile(r"__pycache__|\..*|.*~|.*\.(pyc|swp|swo|tmp|bak)|#.*#")
+_packages = itertools.count()
+
+
+def is_ignored(name: str) -> bool:
+    """Tell whether a file or folder is an editor's or interpreter's by-product."""
+    return _IGNORED.fullmatch(name) is not None
+
+
+class PymoduleLoader:
+    """Imports the files of one ``pymodules`` folder and collects what is wrong with them."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.problems = folder, list[Problem]()
+        self._seed = seed
+        self._package = f"_experiment_pymodules_{next(_packages)}"
+
+    def load(self) -> dict[str, dict[str, ModuleType]]:
+        """Return every imported file by family and name; singles are the family ''."""
+        self.problems += self._layout_problems()
+        package = ModuleType(self._package)
+        package.__path__ = [str(self.folder)]
+        sys.modules[self._package] = package
+        found: dict[str, dict[str, ModuleType]] = {family: {} for family in ("", *FAMILIES)}
+        for family, path in self._files():
+            module = self._import(family, path)
+            if module is not None:
+                found[family][path.stem] = module
+        return found
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for family in FAMILIES:
+            for path in sorted((self.folder / family).glob("*.py")):
+                if not is_ignored(path.name) and path.name != "__init__.py":
+                    yield family, path
+        for single in SINGLES:
+            if (path := self.folder / f"{single}.py").is_file():
+                yield "", path
+
+    def _layout_problems(self) -> Iterator[Problem]:
+        known = [*FAMILIES, UTILS, *(f"{single}.py" for single in SINGLES)]
+        for entry in sorted(self.folder.iterdir()):
+            if entry.name not in known and not is_ignored(entry.name) and entry.name != "__init__.py":
+                what = f"unknown file or folder; known are {', '.join(known)}.{nearest(entry.name, known)}"
+                yield Problem(str(entry), what, "put helpers into utils/")
+        for family in FAMILIES:
+            if family != "data_counters" and not any(kind == family for kind, _ in self._files()):
+                yield Problem(str(self.folder / family), "must hold at least one .py file, but there is none")
+        for single in SINGLES:
+            if not (self.folder / f"{single}.py").is_file():
+                yield Problem(str(self.folder / f"{single}.py"), "file is missing")
+
+    def _import(self, family: str, path: Path) -> ModuleType | None:
+        if not _NAME.fullmatch(path.stem):
+            self.problems.append(Problem(str(path), "file name must be made of letters, digits, '_' and '-'"))
+            return None
+        seconds = float(os.environ.get(IMPORT_TIME_LIMIT_VARIABLE, "600"))
+        # Modules draw their initial weights while they are imported: each file has a key of its own.
+        key_generators(self._seed, "pymodule", family, path.stem)
+        try:
+            with TimeLimit(seconds, lambda: TimeoutError(f"still importing after {seconds:g} seconds")):
+                return importlib.import_module(".".join(filter(None, (self._package, family, path.stem))))
+        except (Exception, SystemExit) as error:
+            self.problems.append(self._import_problem(path, error))
+            return None
+
+    def _import_problem(self, path: Path, error: BaseException) -> Problem:
+        problem = user_problem(error, self.folder, str(path), "must be importable")
+        if isinstance(error, TimeoutError):
+            return replace(problem, fix=f"set {IMPORT_TIME_LIMIT_VARIABLE} (seconds) if it needs longer")
+        return problem

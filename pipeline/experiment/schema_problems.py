@@ -1,0 +1,87 @@
+"""JSON Schema violations, told in sentences that name file, line, key, value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any, cast
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from pipeline.errors import Problem, nearest
+from pipeline.experiment.json_files import Document
+
+SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
+
+
+def schema(name: str) -> dict[str, Any]:
+    """Return the schema of ``settings/<name>.json``."""
+    text = (files("pipeline.experiment") / "schemas" / f"{name}.json").read_text()
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def schema_problems(document: Document, name: str) -> list[Problem]:
+    """Return every violation in the order in which the file shows them."""
+    errors = Draft202012Validator(schema(name)).iter_errors(document.value)
+    leaves = [leaf for error in errors for leaf in _leaves(error)]
+    leaves.sort(key=lambda error: document.offsets.get(tuple(error.absolute_path), 0))
+    return [problem for error in leaves for problem in _problems(document, error)]
+
+
+def _leaves(error: ValidationError) -> Iterator[ValidationError]:
+    """Replace a failed choice by what is wrong with the alternative the author most likely meant."""
+    if error.validator != "oneOf" or not error.context:
+        yield error
+        return
+    alternatives: dict[int, list[ValidationError]] = {}
+    for inner in error.context:
+        alternatives.setdefault(int(inner.schema_path[0]), []).append(inner)
+    fitting = [group for group in alternatives.values() if not any(inner.validator == "type" for inner in group)]
+    yield from fitting[0] if fitting else [error]
+
+
+def _problems(document: Document, error: ValidationError) -> Iterator[Problem]:
+    path, instance, rules = tuple(error.absolute_path), cast(Any, error.instance), cast(Any, error.schema)
+    if error.validator == "additionalProperties":
+        known = sorted(rules["properties"])
+        for key in sorted(set(instance) - set(known)):
+            what = f"unknown key {key!r}; allowed are {', '.join(known)}.{nearest(key, known)}"
+            yield Problem(_where(document, (*path, key)), what)
+        return
+    if error.validator == "required":
+        # jsonschema reports each missing key on its own; the message names it first.
+        key = next(key for key in rules["required"] if error.message.startswith(repr(key)))
+        yield Problem(_where(document, path), f"key {key!r} is missing")
+        return
+    yield Problem(_where(document, path), f"must be {_allowed(error)}, but is {_shown(instance)} instead")
+
+
+def _where(document: Document, path: tuple[str | int, ...]) -> str:
+    dotted = ".".join(str(part) for part in path)
+    return f"{document.place(path)}" + (f" ({dotted})" if dotted else "")
+
+
+def _allowed(error: ValidationError) -> str:
+    rules: dict[str, str] = {
+        "type": f"of type {_either(error.validator_value)}",
+        "enum": f"one of {_shown(error.validator_value)}",
+        "minimum": f"{error.validator_value} or more",
+        "maximum": f"{error.validator_value} or less",
+        "exclusiveMinimum": f"greater than {error.validator_value}",
+        "minItems": f"a list of at least {error.validator_value}",
+        "pattern": "made of letters, digits, '_', '-' and '.'",
+        "oneOf": "a name, an object or null as the documentation of this key says",
+    }
+    return rules.get(str(error.validator), error.message)
+
+
+def _either(types: Any) -> str:
+    return types if isinstance(types, str) else " or ".join(map(str, types)) if isinstance(types, list) else str(types)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

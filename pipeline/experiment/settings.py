@@ -1,0 +1,179 @@
+"""Settings: four JSON files, checked against their schemas, as frozen values."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
+from pipeline.experiment.json_files import Document, read_document
+from pipeline.experiment.schema_problems import SETTINGS_FILES, schema, schema_problems
+
+Contents = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LossRegister:
+    name: str
+    optimize: bool = True
+    direction: str = "min"
+
+
+@dataclass(frozen=True)
+class LrScaling:
+    base_items: int
+    rule: str = "linear"
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    seed: int = 0
+    deterministic: bool = False
+    precision: str = "fp32"
+    grad_clip_norm: float | None = None
+    loss_reduction: str = "mean"
+    gradient_reduction: str = "fast"
+    parallelism: str = "ddp"
+    sync_batchnorm: bool = False
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_minutes: float | None = 10
+    evaluation_interval: int = 1
+    max_consecutive_nan_steps: int = 10
+    lr_scaling: LrScaling | None = None
+
+
+@dataclass(frozen=True)
+class LoggingSettings:
+    progress_bar: bool
+    train_updates: int = 100
+    eval_updates: int = 20
+    every_steps: int = 50
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the JSON files of an experiment say."""
+
+    step_min_items: int
+    logging: LoggingSettings
+    loss_registers: tuple[LossRegister, ...]
+    training: TrainingSettings
+
+    @property
+    def register_names(self) -> tuple[str, ...]:
+        return tuple(register.name for register in self.loss_registers)
+
+
+def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
+    """Read and check the settings files with overrides applied; all problems are raised at once."""
+    problems: list[Problem] = []
+    contents: Contents = {}
+    for name in SETTINGS_FILES:
+        path = folder / f"{name}.json"
+        if name == "training" and not path.exists():
+            contents[name] = {}
+            continue
+        try:
+            document = read_document(path)
+            problems += schema_problems(document, name)
+            contents[name] = document.value
+        except InvalidExperiment as error:
+            problems += error.problems
+    problems += _unknown_files(folder)
+    if problems:
+        raise InvalidExperiment(problems)
+    return _overridden(contents, overrides)
+
+
+def _unknown_files(folder: Path) -> list[Problem]:
+    known = [f"{name}.json" for name in SETTINGS_FILES]
+    found = sorted(path.name for path in folder.glob("*.json")) if folder.is_dir() else []
+    return [
+        Problem(str(folder / name), f"unknown settings file; known are {', '.join(known)}.{nearest(name, known)}")
+        for name in found
+        if name not in known
+    ]
+
+
+def parse_settings(contents: Contents) -> Settings:
+    """Turn checked contents into values."""
+    logging, training = contents["logging"], dict(contents["training"])
+    scaling = training.pop("lr_scaling", None)
+    registers = contents["loss_registers"]["loss_registers"]
+    bar = dict(logging["progress_bar"])
+    return Settings(
+        step_min_items=contents["data_loading"]["step_min_items"],
+        logging=LoggingSettings(
+            progress_bar=bar.pop("enabled"),
+            tensorboard=logging.get("tensorboard", {}).get("enabled", False),
+            **bar,
+            **logging.get("text", {}),
+        ),
+        loss_registers=tuple(_register(entry) for entry in registers),
+        training=TrainingSettings(**training, lr_scaling=LrScaling(**scaling) if scaling else None),
+    )
+
+
+def _register(entry: str | dict[str, Any]) -> LossRegister:
+    return LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
+
+
+def _overridden(contents: Contents, overrides: tuple[str, ...]) -> Contents:
+    """Return the contents with every ``FILE.KEY=VALUE`` applied and checked again."""
+    if not overrides:
+        return contents
+    changed: Contents = json.loads(json.dumps(contents))
+    for override in overrides:
+        _apply(changed, override)
+    problems = [
+        problem
+        for name, content in changed.items()
+        for problem in schema_problems(Document(Path(f"--set {name}"), "", content), name)
+    ]
+    if problems:
+        raise InvalidExperiment(problems)
+    return changed
+
+
+def _apply(contents: Contents, override: str) -> None:
+    target, equals, text = override.partition("=")
+    file, _, key = target.partition(".")
+    if not equals or not key:
+        raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.")
+    if file not in SETTINGS_FILES:
+        raise UsageError(f"--set {override}: no settings file {file!r}; there are {', '.join(SETTINGS_FILES)}.")
+    *parents, last = key.split(".")
+    place, rules = contents[file], schema(file)
+    for part in parents:
+        rules = _rules_of(rules, part, override)
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise UsageError(f"--set {override}: {part!r} holds no keys.")
+    _rules_of(rules, last, override)
+    place[last] = _json_or_text(text)
+
+
+def _rules_of(rules: dict[str, Any], key: str, override: str) -> dict[str, Any]:
+    known: dict[str, Any] = dict(rules.get("properties", {}))
+    for alternative in rules.get("oneOf", []):
+        known.update(alternative.get("properties", {}))
+    if key not in known:
+        listed = ", ".join(sorted(known)) or "none"
+        raise UsageError(f"--set {override}: unknown key {key!r}; available are {listed}.{nearest(key, sorted(known))}")
+    found: dict[str, Any] = known[key]
+    return found
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def differing_overrides(contents: Contents, overrides: tuple[str, ...]) -> list[str]:
+    """Return the overrides that would change settings already frozen."""
+    return [override for override in overrides if _overridden(contents, (override,)) != contents]

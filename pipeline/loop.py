@@ -1,0 +1,259 @@
+"""The loop of a run: stage → next → commit, until the early stopper ends it or someone asks to stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.persisted import PersistedParts
+from pipeline.experiment.records import Records
+from pipeline.paths import ExperimentPaths
+from pipeline.progress import EVALUATION, TRAINING, Progress
+from pipeline.results.status import StatusFile
+from pipeline.results.store import ResultsStore
+from pipeline.runtime.durable import Changes
+from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.signals import StopRequests
+from pipeline.stages.batches import BatchRunner
+from pipeline.stages.evaluation import EvaluationStage
+from pipeline.stages.gradients import GradientEngine, Wishes
+from pipeline.stages.training import StepReport, TrainingStage
+from pipeline.tracking.bar import ProgressBar
+from pipeline.tracking.blocks import latest_values
+from pipeline.tracking.lines import memory_in_mb, shown_duration, shown_losses, shown_rates, train_line, val_line
+from pipeline.tracking.publisher import Publisher
+
+
+@dataclass
+class Machinery:
+    """The parts a loop drives; rank zero alone has a store, a status file and trackers that do anything."""
+
+    paths: ExperimentPaths
+    processes: Processes
+    experiment: Experiment
+    records: Records
+    parts: PersistedParts
+    module_transforms: dict[str, Any]
+    engine: GradientEngine
+    training: TrainingStage
+    evaluation: EvaluationStage
+    store: ResultsStore
+    status: StatusFile
+    stop_requests: StopRequests
+
+    def create_module_transforms(self) -> None:
+        """Create the module transforms, once the counters have counted or were restored."""
+        components = self.experiment.components
+        counters = {name: entry.counter for name, entry in components.data_counters.items()}
+        for name, definition in components.module_transforms.items():
+            self.module_transforms[name] = definition.create(dict(counters), self.processes.device, LOGGER)
+
+
+def build_machinery(
+    paths: ExperimentPaths, processes: Processes, experiment: Experiment, store: ResultsStore
+) -> Machinery:
+    """Put together what an assembled experiment needs to run on these processes."""
+    records = Records(experiment.settings.loss_registers, experiment.learning_rates())
+    engine = GradientEngine(experiment, processes)
+    transforms: dict[str, Any] = {}
+    train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
+    return Machinery(
+        paths=paths,
+        processes=processes,
+        experiment=experiment,
+        records=records,
+        parts=PersistedParts(experiment, records),
+        module_transforms=transforms,
+        engine=engine,
+        training=TrainingStage(experiment, processes, train, engine, records),
+        evaluation=EvaluationStage(experiment, processes, val, engine, records),
+        store=store,
+        status=StatusFile(paths.status_file),
+        stop_requests=StopRequests(
+            paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
+        ),
+    )
+
+
+class Loop:
+    """Runs stages from a committed place on; every commit names the place that follows."""
+
+    def __init__(self, machinery: Machinery, publisher: Publisher, run_state: dict[str, Any]) -> None:
+        self._m, self._publisher = machinery, publisher
+        self._settings = machinery.experiment.settings
+        self._components = machinery.experiment.components
+        self.best: dict[str, Any] = run_state.get("best", {})
+        self._committed_at = time.monotonic()
+        self._step_seconds = 0.0
+
+    # ------------------------------------------------------------------ stages
+
+    def run(self, progress: Progress, stop_after_epoch: int | None) -> Progress:
+        """Return where the run ended: finished, or at the place from which it will continue."""
+        while not progress.is_finished:
+            if self._m.processes.any(self._m.stop_requests.asked(epoch_ends=progress.stage == TRAINING)):
+                return progress
+            if stop_after_epoch is not None and progress.stage == TRAINING and progress.epoch > stop_after_epoch:
+                self._m.stop_requests.reason = f"epoch {stop_after_epoch} is complete"
+                return progress
+            completed = self._train(progress) if progress.stage == TRAINING else self._evaluate(progress)
+            if completed == progress or completed.step:
+                return completed
+            progress = completed
+        return progress
+
+    def _train(self, progress: Progress) -> Progress:
+        """Train one epoch; return what follows, or the step at which all ranks agreed to stop."""
+        epoch, total = progress.epoch, len(self._m.training.plan)
+        updates, enabled = self._settings.logging.train_updates, self._shows_bars
+        self._publisher.begin_epoch() if progress.step == 0 else None
+        with ProgressBar(f"train {epoch}", total, progress.step, updates, enabled=enabled) as bar:
+            for report in self._m.training.run(epoch, progress.step, self._wishes):
+                self._after_step(epoch, report)
+                bar.advance()
+                is_last = report.step == total
+                if not is_last and (report.verdict.stop or self._is_commit_due(report)):
+                    here = progress.at_step(report.step)
+                    self._m.training.flush()
+                    self._commit(self._m.parts.running_epoch, here)
+                    if report.verdict.stop:
+                        return here
+        if self._settings.training.evaluation_interval:
+            following = progress.next(evaluate=self._evaluates(epoch))
+        else:
+            following = self._judge(progress)
+        self._commit(lambda: self._trained_epoch(epoch), following)
+        return following
+
+    def _evaluates(self, epoch: int) -> bool:
+        """Tell whether an evaluation follows; the last epoch, where the early stopper knows it, always has one."""
+        is_last = epoch == getattr(self._components.early_stopper, "max_epochs", None)
+        return is_last or epoch % self._settings.training.evaluation_interval == 0
+
+    def _trained_epoch(self, epoch: int) -> Changes:
+        committed = self._m.store.current.files
+        changes = self._m.parts.trained_epoch(epoch, committed)
+        if self._settings.training.evaluation_interval:
+            return changes
+        return changes | self._m.parts.evaluated_epoch(epoch, committed)
+
+    def _evaluate(self, progress: Progress) -> Progress:
+        """Evaluate one epoch; return what follows, or the same place if all ranks agreed to stop."""
+        epoch, stage = progress.epoch, self._m.evaluation
+        if not self._settings.training.evaluation_interval:
+            return self._without_validation(progress)
+        self._report(progress, stage="evaluation")
+        updates = self._settings.logging.eval_updates
+        with ProgressBar(f"val {epoch}", stage.num_rounds, 0, updates, enabled=self._shows_bars) as bar:
+            for stopped in stage.run(epoch, self._m.stop_requests.asked):
+                if stopped:
+                    return progress
+                bar.advance()
+        following = self._judge(progress)
+        values = shown_losses(self._m.records.losses, "val", self._weights())
+        LOGGER.info(val_line(epoch, stage.num_rounds, values))
+        self._commit(lambda: self._m.parts.evaluated_epoch(epoch, self._m.store.current.files), following)
+        return following
+
+    def _without_validation(self, progress: Progress) -> Progress:
+        """Only epoch 0 comes here: there is nothing to judge before the first training epoch."""
+        following = progress.next()
+        self._commit(Changes, following)
+        return following
+
+    def _judge(self, progress: Progress) -> Progress:
+        """Ask the policies what the latest epoch means."""
+        losses, weighter = self._m.records.losses, self._components.loss_weighter
+        stopper, saver = self._components.early_stopper, self._components.checkpoint_saver
+        stopper.update(losses, weighter)
+        saver.update(losses, weighter, stopper)
+        if stopper.improvement():
+            self.best = {"epoch": progress.epoch, "values": latest_values(losses, "val")}
+        return progress.next(evaluate=False, stop=bool(stopper.early_stop()))
+
+    # ------------------------------------------------------------------ steps
+
+    def _wishes(self) -> Wishes:
+        return Wishes(stop=self._m.stop_requests.asked(), commit=self._m.processes.is_rank_zero and self._is_late())
+
+    def _is_late(self) -> bool:
+        minutes = self._settings.training.checkpoint_every_minutes
+        return minutes is not None and time.monotonic() - self._committed_at >= 60 * minutes
+
+    def _is_commit_due(self, report: StepReport) -> bool:
+        every = self._settings.training.checkpoint_every_steps
+        return report.verdict.commit or (every is not None and report.step % every == 0)
+
+    def _after_step(self, epoch: int, report: StepReport) -> None:
+        self._step_seconds = report.seconds if report.step == 1 else 0.9 * self._step_seconds + 0.1 * report.seconds
+        if report.verdict.skipped:
+            LOGGER.warning(
+                "Epoch %d, step %d skipped on all ranks: a loss or gradient is not finite.", epoch, report.step
+            )
+        every = self._settings.logging.every_steps
+        if report.step % every == 0 or report.step == report.num_steps:
+            self._m.training.flush()
+            self._log_step(epoch, report, (report.step - 1) % every + 1)
+        if self._m.processes.is_rank_zero and self._m.status.is_due():
+            self._report(
+                Progress(TRAINING, epoch, report.step), num_steps=report.num_steps, eta=self._eta(epoch, report)
+            )
+
+    def _log_step(self, epoch: int, report: StepReport, num_steps: int) -> None:
+        values = {
+            "lr": shown_rates(self._m.experiment.learning_rates()),
+            "eta": shown_duration(self._eta(epoch, report)),
+            "time": f"{report.seconds:.3f}",
+            "data_time": f"{report.data_seconds:.3f}",
+            "memory": str(memory_in_mb(self._m.processes.device)),
+        }
+        losses = shown_losses(self._m.records.losses, "train", self._weights(), num_steps)
+        LOGGER.info(train_line(epoch, (report.step, report.num_steps), values, losses, report.verdict.norm))
+
+    def _eta(self, epoch: int, report: StepReport) -> float:
+        """Return the seconds left: of the experiment if its last epoch is known, else of the epoch."""
+        last_epoch = getattr(self._components.early_stopper, "max_epochs", None) or epoch
+        num_steps = report.num_steps - report.step + max(0, last_epoch - epoch) * report.num_steps
+        return num_steps * self._step_seconds
+
+    def _weights(self) -> dict[str, float]:
+        return {name: self._components.loss_weighter.get_loss_weight(name) for name in self._settings.register_names}
+
+    # ------------------------------------------------------------------ commits
+
+    def _commit(self, changes: Any, progress: Progress) -> None:
+        """Let rank zero commit and then publish what has become permanent."""
+        if self._m.processes.is_rank_zero:
+            self._m.store.commit(changes(), progress, self._run_state())
+            self._publisher.publish(self.recorded_epoch(progress))
+            self._report(progress)
+        self._committed_at = time.monotonic()
+
+    def commit_prepared(self, progress: Progress) -> None:
+        self._commit(self._m.parts.prepared, progress)
+
+    @staticmethod
+    def recorded_epoch(progress: Progress) -> int:
+        """Return the epoch whose steps the records hold."""
+        is_running = progress.stage == EVALUATION or progress.step or progress.is_finished
+        return progress.epoch if is_running else progress.epoch - 1
+
+    def _run_state(self) -> dict[str, Any]:
+        return {
+            "best": self.best,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+            "num_consecutive_skipped": self._m.training.num_consecutive_skipped,
+            "grad_scaler": self._m.engine.scaler.state_dict(),
+        }
+
+    def _report(self, progress: Progress, **more: Any) -> None:
+        if self._m.processes.is_rank_zero:
+            last = latest_values(self._m.records.losses, "val")
+            self._m.status.update(state="running", progress=progress.as_json(), last=last, best=self.best, **more)
+
+    @property
+    def _shows_bars(self) -> bool:
+        return self._settings.logging.progress_bar and self._m.processes.is_rank_zero

@@ -1,0 +1,138 @@
+"""Every path of an experiment, spelled once."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import UsageError
+
+DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
+STATE_FILE = "state.json"
+_SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_MOST_CHARACTERS = 200
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it is a safe experiment name; nothing else may ever become part of a path."""
+    segments = name.split("/")
+    if len(name) > _MOST_CHARACTERS or not all(_SEGMENT.fullmatch(segment) for segment in segments):
+        raise UsageError(
+            f"The experiment name must be at most {_MOST_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
+            f"and no part of it may start with '.', but it is {name!r} instead."
+        )
+    if name.startswith("-"):
+        raise UsageError(f"The experiment name must not start with '-', but it is {name!r} instead.")
+    return name
+
+
+def data_home(option: str | None) -> Path:
+    """Return the data home: the option, else the environment variable, else the current directory."""
+    return Path(option or os.environ.get(DATA_HOME_VARIABLE) or ".").absolute()
+
+
+@dataclass(frozen=True)
+class ExperimentPaths:
+    """The folders of one experiment below its data home."""
+
+    home: Path
+    name: str
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+    @property
+    def settings(self) -> Path:
+        return self.home / "experiment_settings" / self.name
+
+    @property
+    def results(self) -> Path:
+        return self.home / "experiment_results" / self.name
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "experiment_logs" / self.name
+
+    @property
+    def error_files(self) -> Path:
+        return self.home / "experiment_torchelastic_error_files" / self.name
+
+    @property
+    def module_ckps(self) -> Path:
+        return self.home / "module_ckps"
+
+    @property
+    def trash(self) -> Path:
+        """Where a reset moves the results in one rename; a dot name can never be an experiment."""
+        return self.home / "experiment_results" / f".reset+{self.name.replace('/', '+')}"
+
+    @property
+    def state_file(self) -> Path:
+        return self.results / STATE_FILE
+
+    @property
+    def lock_file(self) -> Path:
+        return self.results / "run.lock"
+
+    @property
+    def status_file(self) -> Path:
+        return self.results / "status.json"
+
+    @property
+    def starts_file(self) -> Path:
+        return self.results / "starts.jsonl"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.results / "stop.request"
+
+    @property
+    def data(self) -> Path:
+        return self.results / "data"
+
+    @property
+    def temp_data(self) -> Path:
+        return self.results / "temp_data"
+
+    @property
+    def generations(self) -> Path:
+        return self.results / "generations"
+
+    @property
+    def log_file(self) -> Path:
+        return self.logs / "train.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.logs / "tensorboard"
+
+    def other(self, name: str) -> ExperimentPaths:
+        """Return the paths of another experiment in the same data home."""
+        return ExperimentPaths(self.home, name)
+
+
+def pool_file(data: Path, pool: str, module: str) -> Path:
+    """Return the file of one module in a weight pool below a data folder."""
+    return data / "module_ckps" / pool / f"{module}.pt"
+
+
+def all_experiments(home: Path, folder: str, marker: str) -> list[str]:
+    """Return the names of all experiments below ``home/folder``: folders that hold ``marker``."""
+    top = home / folder
+    found = []
+    for path, folders, files in os.walk(top):
+        folders[:] = sorted(name for name in folders if _SEGMENT.fullmatch(name))
+        if marker in files or marker in folders:
+            folders.clear()
+            found.append(Path(path).relative_to(top).as_posix())
+    return sorted(name for name in found if name != ".")
+
+
+def settings_names(home: Path) -> list[str]:
+    return all_experiments(home, "experiment_settings", "pymodules")
+
+
+def results_names(home: Path) -> list[str]:
+    return all_experiments(home, "experiment_results", STATE_FILE)

@@ -1,0 +1,50 @@
+"""Where an experiment stands, as an immutable value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PREPARE = "prepare"
+EVALUATION = "evaluation"
+TRAINING = "training"
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The stage to run next and, inside a training stage, the number of its steps already taken."""
+
+    stage: str = PREPARE
+    epoch: int = 0
+    step: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.stage == FINISHED
+
+    def next(self, *, evaluate: bool = True, stop: bool = False) -> Progress:
+        """Return what follows once this stage is complete.
+
+        prepare → evaluation 0 → training 1 → evaluation 1 → training 2 → … → finished
+        """
+        if stop:
+            return Progress(FINISHED, self.epoch)
+        if self.stage == PREPARE or (self.stage == TRAINING and evaluate):
+            return Progress(EVALUATION, self.epoch)
+        return Progress(TRAINING, self.epoch + 1)
+
+    def at_step(self, step: int) -> Progress:
+        return Progress(self.stage, self.epoch, step)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Progress:
+        return cls(str(value["stage"]), int(value["epoch"]), int(value["step"]))
+
+    def __str__(self) -> str:
+        if self.stage in (PREPARE, FINISHED):
+            return self.stage
+        return f"epoch {self.epoch}, {self.stage}" + (f", step {self.step}" if self.stage == TRAINING else "")

@@ -1,0 +1,1 @@
+"""What must survive: preparation, lock, status, store, provenance."""

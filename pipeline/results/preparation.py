@@ -1,0 +1,69 @@
+"""Making room for an experiment: a fresh results folder, or none where a reset was asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.errors import PipelineError, StateConflict
+from pipeline.paths import ExperimentPaths
+from pipeline.results.lock import RunLock
+from pipeline.results.situation import OWN_NAMES, look
+from pipeline.runtime.durable import Disk
+from pipeline.runtime.logs import LOGGER
+
+
+def check_writable(paths: ExperimentPaths) -> None:
+    """Refuse before any work if results could not be written; the check itself leaves no trace."""
+    existing = paths.results
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PipelineError(
+            f"Results cannot be written: {existing} is not writable.\n  fix: change its permissions or --data-home."
+        )
+
+
+def open_fresh(paths: ExperimentPaths, disk: Disk) -> RunLock:
+    """Create an empty results folder and hold its lock; what an interrupted start left behind is removed."""
+    finish_reset(paths, disk)
+    disk.make_folder(paths.results)
+    lock = RunLock(paths)
+    lock.acquire()
+    if look(paths).exists:
+        raise StateConflict(f"Experiment {paths.name!r} was just started by someone else.")
+    for name in sorted(OWN_NAMES - {paths.lock_file.name}):
+        if os.path.lexists(paths.results / name):
+            disk.remove_tree(paths.results / name)
+    for folder in (paths.data, paths.temp_data, paths.generations):
+        disk.make_folder(folder)
+    return lock
+
+
+def reset(paths: ExperimentPaths, disk: Disk) -> None:
+    """Delete results and logs; one rename decides, so a kill leaves the old experiment or none."""
+    finish_reset(paths, disk)
+    if paths.results.exists():
+        lock = RunLock(paths)
+        lock.acquire()
+        disk.rename(paths.results, paths.trash)
+        disk.sync_folder(paths.trash.parent)
+        lock.release()
+        finish_reset(paths, disk)
+
+
+def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
+    """Complete a reset that has renamed the results away; its trash tells that one has begun."""
+    if not paths.trash.exists():
+        return
+    for entry in sorted(paths.logs.iterdir()) if paths.logs.is_dir() else []:
+        if entry not in _open_log_folders():
+            disk.remove_tree(entry)
+    disk.remove_tree(paths.trash)
+    LOGGER.info("Deleted the results and logs of %s.", paths.name)
+
+
+def _open_log_folders() -> list[Path]:
+    """Return the folders above the error file that the current torchrun has given this process."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return list(Path(error_file).absolute().parents) if error_file else []

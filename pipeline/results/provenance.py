@@ -1,0 +1,82 @@
+"""Provenance: what each start of an experiment ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy
+import torch
+
+import pipeline
+from pipeline.paths import ExperimentPaths
+from pipeline.progress import Progress
+from pipeline.runtime.durable import Disk, bytes_writer
+from pipeline.runtime.processes import Processes
+
+_COMPARED = ("torch", "numpy", "python", "threads")
+
+
+def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
+    """Return everything worth knowing of this start; the same call on every rank."""
+    return {
+        "command": sys.argv,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "from": progress.as_json(),
+        "world_size": processes.world_size,
+        "backend": processes.backend,
+        "devices": processes.gather(_device_name(processes.device)),
+        "threads": torch.get_num_threads(),
+        "pipeline": pipeline.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        **_git(),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _git() -> dict[str, Any]:
+    """Return commit and dirty flag of the working directory, or nothing outside a checkout."""
+    commit = _output("git", "rev-parse", "HEAD")
+    return {"git_commit": commit, "git_dirty": bool(_output("git", "status", "--porcelain")) if commit else None}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
+    if not paths.starts_file.exists():
+        return []
+    return [json.loads(line) for line in paths.starts_file.read_text().splitlines()]
+
+
+def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk) -> None:
+    """Add one line to the list of starts, atomically."""
+    lines = [json.dumps(known, sort_keys=True) + "\n" for known in [*read_starts(paths), start]]
+    disk.replace_file(paths.starts_file, bytes_writer("".join(lines).encode()), paths.temp_data / "starts.jsonl")
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return what a resumed run has otherwise than the one before it."""
+    return [
+        f"{name} {before[name]} → {now[name]}"
+        for name in ("world_size", "backend", *_COMPARED)
+        if name in before and before[name] != now[name]
+    ]

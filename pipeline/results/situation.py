@@ -1,0 +1,109 @@
+"""What is found on disk, and what the command's mode makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
+from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.paths import STATE_FILE, ExperimentPaths, results_names, settings_names
+from pipeline.progress import Progress
+from pipeline.results.lock import check_free
+from pipeline.results.manifest import read_sealed_json
+
+OWN_NAMES = frozenset(
+    f"pymodules settings data temp_data generations {STATE_FILE} run.lock status.json .status.json.new "
+    "starts.jsonl stop.request".split()
+)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Whether results exist, and how far they have come; no progress means it cannot be read."""
+
+    exists: bool
+    progress: Progress | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.progress is not None and self.progress.is_finished
+
+
+def look(paths: ExperimentPaths) -> Situation:
+    """Look at the results without touching them, and refuse places that are not safe to use."""
+    _refuse_links(paths.home / "experiment_results", paths.name)
+    _refuse_groups(paths)
+    state = read_sealed_json(paths.state_file)
+    if state is not None:
+        return Situation(True, Progress.from_json(state["progress"]))
+    has_commits = paths.generations.is_dir() and any(paths.generations.iterdir())
+    return Situation(has_commits or paths.state_file.exists())
+
+
+def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> str:
+    """Return START, RESUME or RESET, or refuse; a finished experiment never comes here without RESET."""
+    check_free(paths)
+    if arguments.mode == RESET:
+        _refuse_links(paths.home / "experiment_logs", paths.name)
+        return RESET
+    if not found.exists:
+        if arguments.mode == RESUME:
+            raise StateConflict(
+                f"Experiment {paths.name!r} has no results to resume.\n"
+                "  fix: start it without --resume, or use --auto, which starts or continues as needed."
+            )
+        return START
+    if arguments.mode in (RESUME, AUTO):
+        return RESUME
+    stands = f"it stands at {found.progress}" if found.progress else "its state file is damaged"
+    raise StateConflict(
+        f"Experiment {paths.name!r} has unfinished results: {stands}.\n"
+        f"  to continue:    training_pipeline.py {paths.name} --resume\n"
+        f"  to start again: training_pipeline.py {paths.name} --reset    (deletes its results and logs)"
+    )
+
+
+def check_settings_exist(paths: ExperimentPaths) -> None:
+    """Refuse an experiment nobody wrote, naming those that exist."""
+    if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
+        return
+    known = sorted({*settings_names(paths.home), *results_names(paths.home)})
+    listed = ", ".join(known) if known else "none"
+    raise UsageError(
+        f"Experiment {paths.name!r} must be a folder with pymodules/ and settings/ at {paths.settings}, but is not. "
+        f"Experiments in this data home: {listed}.{nearest(paths.name, known)}",
+        f"python -m pipeline new {paths.name}",
+    )
+
+
+def _refuse_links(top: Path, name: str) -> None:
+    """A link in place of an experiment's folder could lead a reset anywhere."""
+    path = top
+    for segment in name.split("/"):
+        path = path / segment
+        if path.is_symlink():
+            raise UsageError(
+                f"{path} must be a folder, but is a link to {path.readlink()}.",
+                "link a folder above the experiment instead, or set --data-home",
+            )
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} must be a folder, but is a file.")
+
+
+def _refuse_groups(paths: ExperimentPaths) -> None:
+    """An experiment must not lie inside another one's results, nor contain others."""
+    segments = paths.name.split("/")
+    for count in range(1, len(segments)):
+        above = "/".join(segments[:count])
+        if paths.other(above).state_file.exists():
+            raise UsageError(f"{paths.name!r} must not lie inside an experiment, but {above!r} is one.")
+    if not paths.results.is_dir() or paths.state_file.exists() or paths.generations.exists():
+        return
+    foreign = sorted(entry.name for entry in paths.results.iterdir() if entry.name not in OWN_NAMES)
+    if foreign:
+        raise UsageError(
+            f"{paths.results} must be empty or made by this program, but it has no {STATE_FILE} and holds "
+            f"{', '.join(foreign[:5])}.",
+            "choose another name",
+        )

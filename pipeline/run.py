@@ -1,0 +1,257 @@
+"""The whole run on one page: look → decide → assemble → open → prepare or restore → loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.arguments import AUTO, RESET, RESUME, Arguments
+from pipeline.errors import InvalidExperiment, Problem, StateConflict, UsageError
+from pipeline.experiment.assembly import Experiment, assemble
+from pipeline.experiment.counting import count
+from pipeline.experiment.persisted import PersistedParts
+from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
+from pipeline.experiment.weights import load_initial_weights
+from pipeline.loop import Loop, Machinery, build_machinery
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.progress import Progress
+from pipeline.results.copies import copy_folder, differing_files, digest_folder
+from pipeline.results.lock import RunLock
+from pipeline.results.preparation import check_writable, open_fresh, reset
+from pipeline.results.provenance import describe_start, differences, read_starts, record_start
+from pipeline.results.situation import check_settings_exist, decide, look
+from pipeline.results.store import ResultsStore
+from pipeline.runtime.durable import Disk
+from pipeline.runtime.logs import LOGGER, start_console, start_file
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import set_deterministic
+from pipeline.tracking.blocks import first_block, last_block, next_line, shown_values, step_lines
+from pipeline.tracking.publisher import Publisher, Tracker
+from pipeline.tracking.tensorboard import EventFile, check_installed
+
+_SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
+
+
+def run(arguments: Arguments, processes: Processes, disk: Disk | None = None) -> Progress:
+    """Run an experiment as far as it goes and return where it stands."""
+    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    start_console(paths.name, is_rank_zero=processes.is_rank_zero)
+    if processes.was_restarted:
+        # What was asked has been done by the processes before this restart; what is left is to go on.
+        arguments = replace(arguments, mode=AUTO)
+    found = processes.on_rank_zero(lambda: look(paths))
+    if found.is_finished and arguments.mode != RESET:
+        processes.on_rank_zero(lambda: _say_finished(paths))
+        return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
+    action = processes.on_rank_zero(lambda: decide(arguments, paths, found))
+    return _Run(arguments, paths, processes, disk or Disk()).execute(action)
+
+
+def _say_finished(paths: ExperimentPaths) -> None:
+    manifest = ResultsStore(paths, Disk()).peek()
+    state = manifest.run_state if manifest else {}
+    best = state.get("best")
+    value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""
+    LOGGER.info("Experiment %s finished on %s; nothing to do.%s", paths.name, state.get("time", "?"), value)
+    LOGGER.info("  a variant: python -m pipeline new VARIANT --from %s", paths.name)
+
+
+class _Run:
+    """One start of an experiment, fresh or continued."""
+
+    def __init__(self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk) -> None:
+        self._arguments, self._paths, self._processes, self._disk = arguments, paths, processes, disk
+        self._store = ResultsStore(paths, disk)
+        self._lock: RunLock | None = None
+        self._started = time.monotonic()
+
+    def execute(self, action: str) -> Progress:
+        if action == RESUME:
+            machinery = self._continue()
+            progress, run_state, segments = self._processes.broadcast(self._committed())
+            machinery.parts.restore(self._paths.data, segments, progress)
+            self._restore_run_state(machinery, run_state)
+        else:
+            machinery = self._begin(action)
+            progress, run_state = Progress(), {}
+            self._count(machinery)
+        self._introduce(machinery, progress)
+        return self._loop(machinery, progress, run_state)
+
+    # ------------------------------------------------------------------ a new experiment
+
+    def _begin(self, action: str) -> Machinery:
+        """Check everything, and only then write: a refusal leaves the disk as it was."""
+        self._processes.on_rank_zero(lambda: check_settings_exist(self._paths))
+        sources = self._processes.together(lambda: digest_folder(self._paths.settings))
+        self._check_same_everywhere(sources)
+        folder = self._paths.settings
+        frozen = self._processes.together(lambda: read_contents(folder / "settings"))
+        contents = self._processes.together(lambda: read_contents(folder / "settings", self._arguments.all_overrides))
+        experiment = self._assemble(folder, contents)
+        self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
+        changed = {name: content for name, content in contents.items() if content != frozen[name]}
+        self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
+        return build_machinery(self._paths, self._processes, experiment, self._store)
+
+    def _check_same_everywhere(self, sources: dict[str, str]) -> None:
+        if any(other != sources for other in self._processes.gather(sources)):
+            where = str(self._paths.settings)
+            what = "must be the same on every process, but differs between them: the data home must be shared"
+            raise InvalidExperiment([Problem(where, what)]).shared()
+
+    def _open(self, action: str, sources: dict[str, str], changed: Contents) -> None:
+        check_writable(self._paths)
+        if action == RESET:
+            reset(self._paths, self._disk)
+        self._lock = open_fresh(self._paths, self._disk)
+        copies = copy_folder(self._paths.settings, self._paths.results, sources, changed, self._disk)
+        self._store.initialise(copies, sources)
+
+    def _count(self, machinery: Machinery) -> None:
+        """Let rank zero count; the others hear from it often enough not to take it for dead."""
+        if self._processes.is_rank_zero:
+            heard = time.monotonic()
+            for _ in count(machinery.experiment):
+                if time.monotonic() - heard > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+                    heard = time.monotonic()
+                    self._processes.broadcast(False)
+        while not self._processes.broadcast(True):
+            continue
+
+    # ------------------------------------------------------------------ an experiment that goes on
+
+    def _continue(self) -> Machinery:
+        """Load the frozen copy, then take the lock and bring the directory into order."""
+        self._processes.on_rank_zero(self._check_copy)
+        contents = self._processes.together(self._frozen_contents)
+        experiment = self._assemble(self._paths.results, contents)
+        machinery = build_machinery(self._paths, self._processes, experiment, self._store)
+        self._processes.on_rank_zero(self._recover)
+        return machinery
+
+    def _check_copy(self) -> None:
+        manifest = self._store.peek()
+        edited = differing_files(self._paths.results, manifest.copies) if manifest else []
+        if edited and not self._arguments.accept_edited_copy:
+            fix = "restore it, or go on with --accept-edited-copy"
+            raise InvalidExperiment(
+                [Problem(str(self._paths.results / name), "the frozen copy was edited", fix) for name in edited]
+            )
+        for name in edited:
+            LOGGER.warning("Going on with the edited copy of %s, as asked.", name)
+
+    def _frozen_contents(self) -> Contents:
+        contents = read_contents(self._paths.results / "settings")
+        differing = differing_overrides(contents, self._arguments.all_overrides)
+        if differing:
+            raise UsageError(
+                f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
+                f"python -m pipeline new VARIANT --from {self._paths.name} --set {differing[0]}",
+            )
+        return contents
+
+    def _recover(self) -> None:
+        self._lock = RunLock(self._paths)
+        self._lock.acquire()
+        if look(self._paths).is_finished:
+            raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
+        self._disk.remove(self._paths.stop_file)
+        self._store.recover(PersistedParts.is_needed)
+        if self._arguments.accept_edited_copy:
+            self._store.initialise(digest_folder(self._paths.results), self._store.current.sources)
+        edited = differing_files(self._paths.settings, self._store.current.sources)
+        if edited:
+            LOGGER.warning(
+                "The settings folder has changed since the start; the frozen copy goes on: %s", ", ".join(edited)
+            )
+
+    def _committed(self) -> tuple[Progress, dict[str, Any], list[Path]]:
+        return self._store.current.progress, self._store.current.run_state, self._store.hidden_files()
+
+    @staticmethod
+    def _restore_run_state(machinery: Machinery, run_state: dict[str, Any]) -> None:
+        machinery.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
+        machinery.engine.scaler.load_state_dict(run_state["grad_scaler"])
+
+    # ------------------------------------------------------------------ both
+
+    def _assemble(self, folder: Path, contents: Contents) -> Experiment:
+        settings = parse_settings(contents)
+        if settings.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            set_deterministic()
+        torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
+        if settings.logging.tensorboard:
+            self._processes.together(lambda: check_installed(folder / "settings" / "logging.json"))
+        return self._processes.together(lambda: assemble(folder / "pymodules", settings, self._processes.device))
+
+    def _introduce(self, machinery: Machinery, progress: Progress) -> None:
+        """Open the log, write down this start and say what is about to happen."""
+        start = describe_start(self._processes, progress)
+        if not self._processes.is_rank_zero:
+            return
+        self._paths.error_files.mkdir(parents=True, exist_ok=True)
+        start_file(self._paths.name, self._paths.log_file)
+        earlier = read_starts(self._paths)
+        record_start(self._paths, start, self._disk)
+        found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "starts"
+        plan = machinery.training.plan
+        lines = [
+            *first_block(self._paths, self._processes, machinery.experiment, found),
+            *step_lines(len(plan), plan.most_batches, machinery.experiment, self._processes),
+        ]
+        for line in lines:
+            LOGGER.info(line)
+        changed = differences(earlier[-1], start) if earlier else []
+        if changed:
+            LOGGER.warning("Otherwise than at the last start: %s. From here on, bits may differ.", ", ".join(changed))
+
+    def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:
+        publisher = self._publisher(machinery, progress)
+        loop = Loop(machinery, publisher, run_state)
+        machinery.stop_requests.listen()
+        if progress == Progress():
+            progress = progress.next()
+            machinery.experiment.initialize_schedulers()
+            loop.commit_prepared(progress)
+            self._processes.barrier()
+            # Also where they were counted, so that a resumed run cannot see anything else.
+            machinery.parts.restore_counters(self._paths.data)
+        machinery.create_module_transforms()
+        progress = loop.run(progress, self._arguments.stop_after_epoch)
+        if self._processes.is_rank_zero:
+            self._conclude(machinery, loop, progress)
+        publisher.close()
+        self._processes.barrier()
+        return progress
+
+    def _publisher(self, machinery: Machinery, progress: Progress) -> Publisher:
+        trackers: list[Tracker] = []
+        publisher = Publisher(machinery.records, len(machinery.training.plan), trackers)
+        epoch = Loop.recorded_epoch(progress)
+        if self._processes.is_rank_zero and machinery.experiment.settings.logging.tensorboard:
+            trackers.append(EventFile(self._paths.tensorboard, publisher.first_step(epoch)))
+        if progress != Progress():
+            publisher.resume(epoch)
+            publisher.publish(epoch)
+        return publisher
+
+    def _conclude(self, machinery: Machinery, loop: Loop, progress: Progress) -> None:
+        outcome = "finished" if progress.is_finished else "stopped"
+        machinery.status.update(state=outcome, progress=progress.as_json())
+        reason = (
+            ""
+            if progress.is_finished
+            else f" at {progress} ({machinery.stop_requests.reason or 'asked by another process'})"
+        )
+        for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
+            LOGGER.info(line)
+        LOGGER.info(next_line(self._paths, progress))
+        if self._lock:
+            self._lock.release()

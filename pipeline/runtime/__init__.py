@@ -1,0 +1,1 @@
+"""The machine: processes, randomness, durable files, signals, logs."""

@@ -1,0 +1,199 @@
+"""The one layer through which everything that must survive is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from pipeline.errors import PipelineError
+
+Result = TypeVar("Result")
+Writer = Callable[[BinaryIO], None]
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a file must contain."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Digest:
+        sha, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                sha.update(chunk)
+                size += len(chunk)
+        return cls(size, sha.hexdigest())
+
+    @classmethod
+    def of_bytes(cls, content: bytes) -> Digest:
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+
+class Disk:
+    """Changes of the file system, each durable once the call that says so returns.
+
+    A failed fsync is never tried again: the kernel may have dropped the data it failed to write.
+    """
+
+    def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
+        """Do one change; every change passes here, so that a test can put a fault in its way."""
+        try:
+            return action()
+        except OSError as error:
+            raise PipelineError(
+                f"Could not {operation} {path}: {error.strerror or error}. The last commit is intact.\n"
+                "  fix: free space or restore access, then run again with --resume."
+            ) from error
+
+    def write(self, path: Path, writer: Writer) -> Digest:
+        """Write a new file and make its content durable (its name is so once its folder is synced)."""
+        raw = self.perform("create", path, lambda: _RawFile(self, path))
+        with io.BufferedWriter(raw, _CHUNK) as file:
+            writer(file)
+            file.flush()
+            self.perform("sync", path, lambda: os.fsync(raw.descriptor))
+        return raw.digest()
+
+    def replace_file(self, path: Path, writer: Writer, staging: Path) -> Digest:
+        """Replace a file in one atomic, durable step; ``staging`` is on the same file system."""
+        if staging.exists():
+            self.remove(staging)
+        digest = self.write(staging, writer)
+        self.rename(staging, path)
+        self.sync_folder(path.parent)
+        return digest
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder, and those above it that are missing, each durable in its parent."""
+        if path.is_dir():
+            return
+        self.make_folder(path.parent)
+        self.perform("create folder", path, lambda: path.mkdir(exist_ok=True))
+        self.sync_folder(path.parent)
+
+    def make_scratch_folder(self, path: Path) -> None:
+        """Create a folder whose name need not survive a power cut."""
+        self.perform("create folder", path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.perform("rename to", target, lambda: os.replace(source, target))
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, or a copy where the file system has no hard links."""
+        self.perform("link", target, lambda: _link_or_copy(source, target))
+
+    def remove(self, path: Path) -> None:
+        self.perform("remove", path, lambda: path.unlink(missing_ok=True))
+
+    def remove_folder(self, path: Path) -> None:
+        self.perform("remove folder", path, path.rmdir)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it, without ever following a link."""
+        if path.is_symlink() or not path.is_dir():
+            self.remove(path)
+            return
+        for entry in sorted(path.iterdir()):
+            self.remove_tree(entry)
+        self.remove_folder(path)
+
+    def sync_file(self, path: Path) -> None:
+        self.perform("sync", path, lambda: _sync(path, os.O_RDWR))
+
+    def sync_folder(self, path: Path) -> None:
+        self.perform("sync folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
+
+    def sync_folders(self, top: Path) -> None:
+        """Make the names in a whole tree of folders durable, deepest first."""
+        for path, _, _ in os.walk(top, topdown=False):
+            self.sync_folder(Path(path))
+
+
+class _RawFile(io.RawIOBase):
+    """An unbuffered file that digests what it writes and reports each write to its disk."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk, self._path, self._sha, self._size = disk, path, hashlib.sha256(), 0
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        count = self._disk.perform("write", self._path, lambda: os.write(self.descriptor, data))
+        self._sha.update(memoryview(data)[:count])
+        self._size += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self.descriptor)
+        super().close()
+
+    def digest(self) -> Digest:
+        return Digest(self._size, self._sha.hexdigest())
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def json_writer(value: Any) -> Writer:
+    """Return a writer of one readable JSON document."""
+    content = (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+    return bytes_writer(content)
+
+
+def bytes_writer(content: bytes) -> Writer:
+    def write(file: BinaryIO) -> None:
+        file.write(content)
+
+    return write
+
+
+@dataclass
+class Changes:
+    """What a commit changes, by path below ``data/``; the store knows nothing else of training.
+
+    ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
+    Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
+    """
+
+    files: dict[str, Writer] = field(default_factory=dict)
+    folders: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    same_as: dict[str, str] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
+    sealed: dict[str, Writer] = field(default_factory=dict)
+
+    def __or__(self, other: Changes) -> Changes:
+        return Changes(
+            self.files | other.files,
+            self.folders | other.folders,
+            self.same_as | other.same_as,
+            self.removed | other.removed,
+            self.sealed | other.sealed,
+        )

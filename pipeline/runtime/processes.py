@@ -1,0 +1,140 @@
+"""This process among the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import PipelineError, UsageError
+
+Result = TypeVar("Result")
+_CPU = torch.device("cpu")
+COLLECTIVE_TIMEOUT = timedelta(minutes=float(os.environ.get("GORIDEEPSTYLE_TIMEOUT_MINUTES", "30")))
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This rank among the others; the only reader of torchrun's variables.
+
+    One process without torchrun is a group of one: every method then answers without communication.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = _CPU
+
+    @classmethod
+    def join(cls) -> Processes:
+        """Join the process group torchrun describes; alone, join nothing."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = _device(local_rank)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        return cls(int(os.environ.get("RANK", "0")), world_size, device)
+
+    def leave(self) -> None:
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def has_launcher(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ
+
+    @property
+    def was_restarted(self) -> bool:
+        """Tell whether torchrun has started the processes again after a failure."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+    @property
+    def backend(self) -> str:
+        return "none" if self.world_size == 1 else str(dist.get_backend())
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def broadcast(self, value: Result) -> Result:
+        """Return rank zero's value on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=_CPU)
+        return box[0]
+
+    def gather(self, value: Result) -> list[Result]:
+        """Return every rank's value on every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a tensor over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def send_from_rank_zero(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by rank zero's, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def any(self, statement: bool) -> bool:
+        """Tell on every rank whether the statement holds on any."""
+        return any(self.gather(statement))
+
+    def on_rank_zero(self, action: Callable[[], Result]) -> Result:
+        """Let rank zero act for all; every rank gets its answer, or its refusal."""
+        answer, error = self.broadcast(_attempt(action) if self.is_rank_zero else (None, None))
+        if error is not None:
+            raise error.shared()
+        return answer  # type: ignore[return-value]
+
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Act on every rank; if any rank is refused, all are, with the first refusal."""
+        answer, error = _attempt(action)
+        refusals = [refusal for refusal in self.gather(error) if refusal is not None]
+        if refusals:
+            raise refusals[0].shared()
+        return answer  # type: ignore[return-value]
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError | None]:
+    """Return the action's answer or its refusal; any other exception ends this process, and so its peers."""
+    try:
+        return action(), None
+    except PipelineError as error:
+        return None, error
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return _CPU
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"{local_rank + 1} or more processes need as many GPUs, but {torch.cuda.device_count()} are visible.",
+            "lower --nproc-per-node or widen CUDA_VISIBLE_DEVICES",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Tell whether an exception only says that another process has gone."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed by peer" in text)

@@ -1,0 +1,78 @@
+"""Requests to stop: signals, a request file, and the death of the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+SECONDS_BETWEEN_LOOKS = 1.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Knows whether this process has been asked to finish the step, commit and leave.
+
+    Handlers only set a flag: the processes agree on the step at which they stop. A second SIGINT means now.
+    """
+
+    def __init__(self, stop_file: Path | None, *, has_launcher: bool) -> None:
+        self.reason = ""
+        self._stop_file = stop_file
+        self._launcher = os.getppid() if has_launcher else None
+        self._looked = time.monotonic()
+
+    def listen(self) -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+    def asked(self, *, epoch_ends: bool = False) -> bool:
+        """Tell whether to stop; looks at the disk at most once a second."""
+        now = time.monotonic()
+        if not self.reason and (epoch_ends or now - self._looked >= SECONDS_BETWEEN_LOOKS):
+            self._looked = now
+            self.reason = self._look(epoch_ends)
+        return bool(self.reason)
+
+    def _look(self, epoch_ends: bool) -> str:
+        if self._launcher is not None and os.getppid() != self._launcher:
+            return "the launcher is gone"
+        if self._stop_file is None:
+            return ""
+        try:
+            wanted = self._stop_file.read_text().strip()
+        except FileNotFoundError:
+            return ""
+        return "stop request" if epoch_ends or wanted != "epoch" else ""
+
+
+def ignore_stop_signals() -> None:
+    """For loader workers: the training process decides when they end."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class TimeLimit:
+    """Raise ``error()`` in the main thread if the block takes longer than ``seconds``."""
+
+    def __init__(self, seconds: float, error: Callable[[], Exception]) -> None:
+        self._seconds, self._error = seconds, error
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(signal.SIGALRM, self._expire)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *exception: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._previous)
+
+    def _expire(self, number: int, frame: FrameType | None) -> None:
+        raise self._error()

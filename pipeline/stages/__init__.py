@@ -1,0 +1,1 @@
+"""One epoch's work in memory: step plan, loaders, losses, gradients, training, evaluation."""

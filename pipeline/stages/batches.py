@@ -1,0 +1,68 @@
+"""From a loaded batch to its losses: the part training and evaluation share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pipeline.experiment.assembly import Experiment
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import key_generators
+from pipeline.stages.loaders import KeyedDataset, Loader
+from pipeline.stages.losses import checked_losses
+from pipeline.stages.plan import EpochPoints, Place, PlannedBatch, SplitShape
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class BatchRunner:
+    """Loads the planned batches of one split and runs the module transforms on them."""
+
+    def __init__(self, experiment: Experiment, processes: Processes, split: str, transforms: Mapping[str, Any]) -> None:
+        self._experiment, self._processes, self._split = experiment, processes, split
+        components = experiment.components
+        kind = "train" if split == "train" else "eval"
+        arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
+        self.shapes = [
+            SplitShape.of(name, experiment.splits[name][split], arguments[name]) for name in components.datasets
+        ]
+        self._loaders = {
+            name: Loader(
+                KeyedDataset(
+                    dataset, getattr(components.data_transforms[name], kind), components.dataloaders[name].collate_fn
+                ),
+                arguments[name],
+                processes.device,
+            )
+            for name, dataset in components.datasets.items()
+        }
+        self._transforms = transforms
+        self._modules = components.all_modules
+
+    def points(self, epoch: int) -> EpochPoints:
+        indices = {name: splits[self._split] for name, splits in self._experiment.splits.items()}
+        return EpochPoints(self._experiment.settings.training.seed, epoch, self._split, indices)
+
+    def load(self, places: list[Place], points: EpochPoints) -> dict[str, Iterator[Any]]:
+        """Return, for each dataset, an iterator over its batches among ``places``."""
+        return {name: loader.load(_planned(places, name, points)) for name, loader in self._loaders.items()}
+
+    def losses(self, batch: Any, place: Place, key: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+        """Run one batch through the modules; everything random in it follows from ``key``."""
+        dataset = place.shape.dataset
+        registers = self._experiment.components.module_transforms[dataset].loss_registers
+        key_generators(*key)
+        with self._autocast():
+            losses = self._transforms[dataset](batch, self._modules)
+        return checked_losses(losses, registers, place.num_items, f"module_transforms/{dataset}.py")
+
+    def _autocast(self) -> Any:
+        dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
+        return torch.autocast(self._processes.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+def _planned(places: list[Place], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:
+    return (points.batch(place) for place in places if place.shape.dataset == dataset)

@@ -1,0 +1,111 @@
+"""Loaders: torch's DataLoader, fed with planned batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pipeline.experiment.contracts import LoaderArguments
+from pipeline.runtime.randomness import key_generators
+from pipeline.runtime.signals import ignore_stop_signals
+from pipeline.stages.plan import PlannedBatch
+
+
+class KeyedDataset(Dataset[Any]):
+    """Turns a planned batch into a collated one, with generators set anew for each point."""
+
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._transform, self._collate = dataset, transform, collate
+
+    def __getitem__(self, planned: PlannedBatch) -> Any:
+        points = list(self._points(planned))
+        key_generators(*planned.key, "collate")
+        return self._collate(points)
+
+    def __getitems__(self, planned: PlannedBatch) -> Any:
+        """Called by torch's fetcher with whatever the batch sampler yields."""
+        return self[planned]
+
+    def _points(self, planned: PlannedBatch) -> Iterator[Any]:
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        if fetch_many is not None:
+            key_generators(*planned.key, "fetch")
+            fetched = fetch_many(list(planned.indices))
+        for position, index in enumerate(planned.indices):
+            key_generators(*planned.key, position)
+            point = self._dataset[index] if fetch_many is None else fetched[position]
+            transformed = self._transform(point)
+            # A transform may edit the point in place and return nothing.
+            yield point if transformed is None else transformed
+
+
+class _Requests:
+    """A batch sampler whose content is replaced each epoch, so that workers can live on."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[PlannedBatch] = ()
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return iter(self.batches)
+
+
+class Loader:
+    """Loads the batches of one split of one dataset, in the planned order."""
+
+    def __init__(self, dataset: KeyedDataset, arguments: LoaderArguments, device: torch.device) -> None:
+        self._requests = _Requests()
+        self._device = device
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=self._requests,  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
+            # Without a generator of its own, each iteration would draw from the global one.
+            generator=torch.Generator(),
+            pin_memory=arguments.pin_memory,
+            timeout=arguments.timeout,
+            num_workers=arguments.num_workers,
+            **_worker_arguments(arguments),
+        )
+
+    def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Any]:
+        """Yield the collated batches on the device."""
+        self._requests.batches = batches
+        for batch in self._loader:
+            yield batch if self._device.type == "cpu" else to_device(batch, self._device)
+
+
+def _worker_arguments(arguments: LoaderArguments) -> dict[str, Any]:
+    if arguments.num_workers == 0:
+        return {}
+    return {
+        "prefetch_factor": arguments.prefetch_factor,
+        "persistent_workers": arguments.persistent_workers,
+        "worker_init_fn": _start_worker,
+        # Pymodules live under a private package that only a forked worker knows.
+        "multiprocessing_context": arguments.multiprocessing_context or ("fork" if sys.platform == "linux" else None),
+    }
+
+
+def _start_worker(number: int) -> None:
+    ignore_stop_signals()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor in nested dicts, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

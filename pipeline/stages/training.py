@@ -1,0 +1,191 @@
+"""The training stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.components import BaseLossWeighter
+from pipeline.errors import PipelineError
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.records import Records
+from pipeline.runtime.processes import Processes
+from pipeline.stages.batches import BatchRunner
+from pipeline.stages.gradients import GradientEngine, Verdict, Wishes
+from pipeline.stages.losses import LossLedger
+from pipeline.stages.plan import Place, StepPlan
+
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the loop around the stage learns of one step."""
+
+    step: int
+    num_steps: int
+    seconds: float
+    data_seconds: float
+    verdict: Verdict
+
+
+class TrainingStage:
+    """One epoch of steps::
+
+        before_train_epoch
+        for each step:
+            for each of this rank's batches:
+                load → forward → losses → backward
+            reduce the gradients once → clip and step, or skip
+            schedule and weigh
+            report the step: the caller may log, commit or stop here
+        after_train_epoch
+
+    The losses of the steps stay on the device until someone wants to see them.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        processes: Processes,
+        runner: BatchRunner,
+        engine: GradientEngine,
+        records: Records,
+    ) -> None:
+        self._experiment, self._processes, self._runner = experiment, processes, runner
+        self._engine, self._records = engine, records
+        self._settings = experiment.settings.training
+        self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
+        self._weighter = experiment.components.loss_weighter
+        self._looks_at_steps = _overrides(self._weighter, "after_train_step")
+        registers = experiment.settings.register_names
+        rows = 1 if self._looks_at_steps else _ROWS
+        self._ledger = LossLedger(registers, (rows, self.plan.most_batches), processes)
+        self._pending: list[list[int]] = []
+        self.num_consecutive_skipped = 0
+
+    def run(self, epoch: int, first_step: int, wishes: Callable[[], Wishes]) -> Iterator[StepReport]:
+        """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
+        self._experiment.set_training(True)
+        if first_step == 0:
+            self._begin_epoch(epoch)
+        places = list(self.plan.places_of(self._processes.rank, self._processes.world_size, first_step))
+        points = self._runner.points(epoch)
+        loading = self._runner.load(places, points)
+        for index in range(first_step, len(self.plan)):
+            yield self._step(epoch, index, loading, wishes)
+        self._end_epoch(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._records.forget_steps()
+        self._weighter.before_train_epoch(self._records.losses)
+        for scheduler in self._active_schedulers(epoch):
+            scheduler.before_train_epoch(len(self.plan))
+
+    def _end_epoch(self, epoch: int) -> None:
+        self.flush()
+        self._records.finish_train_epoch(epoch)
+        for scheduler in self._active_schedulers(epoch):
+            scheduler.after_train_epoch()
+        self._weighter.after_train_epoch(self._records.losses)
+
+    def _active_schedulers(self, epoch: int) -> list[Any]:
+        definitions = self._experiment.components.optim_sched
+        return [
+            scheduler
+            for name, scheduler in self._experiment.schedulers.items()
+            if epoch >= definitions[name].scheduler_start_epoch
+        ]
+
+    def _step(
+        self, epoch: int, index: int, loading: dict[str, Iterator[Any]], wishes: Callable[[], Wishes]
+    ) -> StepReport:
+        started, data_seconds = time.perf_counter(), 0.0
+        batches = self.plan.step(index)
+        items = self._num_items(batches)
+        shares = self._shares(items)
+        rates = self._experiment.learning_rates()
+        self._engine.share_buffers()
+        own = list(enumerate(batches))[self._processes.rank :: self._processes.world_size]
+        for count, (position, place) in enumerate(own, 1):
+            loading_started = time.perf_counter()
+            batch = next(loading[place.shape.dataset])
+            data_seconds += time.perf_counter() - loading_started
+            compute = self._batch_loss(batch, place, (self._settings.seed, "step", epoch, index, position), shares)
+            self._engine.backward(compute, wishes() if count == len(own) else None)
+        if not own:
+            self._engine.join_without_batch(wishes())
+        verdict = self._engine.finish_step()
+        self._records.add_step_rates(rates, verdict.norms, verdict.skipped)
+        self._after_step(epoch, index, items, verdict)
+        return StepReport(index + 1, len(self.plan), time.perf_counter() - started, data_seconds, verdict)
+
+    def _batch_loss(
+        self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        row, position = len(self._pending), key[-1]
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            losses = self._runner.losses(batch, place, key)
+            health = self._ledger.add(row, position, losses)
+            terms = [loss.sum() * shares[register] for register, loss in losses.items() if register in shares]
+            return sum(terms, torch.zeros((), device=self._processes.device)), health
+
+        return compute
+
+    def _shares(self, items: list[int]) -> dict[str, float]:
+        """Return, for each optimised register, the factor of one item's loss in the step's loss."""
+        is_mean = self._settings.loss_reduction == "mean"
+        return {
+            register.name: float(self._weighter.get_loss_weight(register.name)) / (count if is_mean else 1)
+            for register, count in zip(self._experiment.settings.loss_registers, items, strict=True)
+            if register.optimize and count
+        }
+
+    def _num_items(self, batches: list[Place]) -> list[int]:
+        """Return how many items of all ranks each register gets in a step."""
+        feeds = self._experiment.components.module_transforms
+        return [
+            sum(place.num_items for place in batches if register in feeds[place.shape.dataset].loss_registers)
+            for register in self._experiment.settings.register_names
+        ]
+
+    def _after_step(self, epoch: int, index: int, items: list[int], verdict: Verdict) -> None:
+        self._pending.append(items)
+        if len(self._pending) == self._ledger.num_rows:
+            self.flush()
+        for scheduler in self._active_schedulers(epoch):
+            scheduler.after_train_step(index + 1)
+        if self._looks_at_steps:
+            self._weighter.after_train_step(self._records.losses)
+        self._count_skipped(epoch, index, verdict)
+
+    def _count_skipped(self, epoch: int, index: int, verdict: Verdict) -> None:
+        """Abort when too many steps in a row were skipped; a gradient that fp16 cannot hold does not count."""
+        is_bad = verdict.skipped and not verdict.overflowed
+        self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0
+        allowed = self._settings.max_consecutive_nan_steps
+        if self.num_consecutive_skipped > allowed:
+            raise PipelineError(
+                f"{self.num_consecutive_skipped} steps in a row had a loss or gradient that is not finite, the last at "
+                f"epoch {epoch}, step {index + 1}; training.json allows max_consecutive_nan_steps: {allowed}.\n"
+                "  fix: lower the learning rate or set grad_clip_norm; --resume --detect-anomaly names the operation."
+            ).shared()
+
+    def flush(self) -> None:
+        """Bring the losses of the latest steps into the records; called by all ranks at the same step."""
+        if self._pending:
+            totals = self._ledger.collect(len(self._pending))
+            for row, items in zip(totals, self._pending, strict=True):
+                self._records.add_step_losses(row, items)
+            self._pending.clear()
+
+
+def _overrides(component: Any, method: str) -> bool:
+    """Tell whether a component does anything in a method that its base class leaves empty."""
+    own = getattr(type(component), method, None)
+    return own is not None and own is not getattr(BaseLossWeighter, method)

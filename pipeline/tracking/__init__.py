@@ -1,0 +1,1 @@
+"""What people watch: blocks of text, log lines, progress bars, TensorBoard."""

@@ -1,0 +1,46 @@
+"""The progress bar of a loop, on a terminal only."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from pipeline.runtime.logs import LOGGER
+
+
+class ProgressBar:
+    """Shows how far a loop has come; a terminal that goes away never stops the loop."""
+
+    def __init__(self, title: str, total: int, done: int, updates: int, *, enabled: bool) -> None:
+        self._every = max(1, total // updates)
+        self._total, self._done = total, done
+        is_shown = enabled and sys.stderr.isatty()
+        self._bar: Any = (
+            tqdm(total=total, initial=done, desc=title, leave=False, dynamic_ncols=True) if is_shown else None
+        )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._do(lambda bar: bar.close())
+
+    def advance(self, text: str = "") -> None:
+        """Count one more round; the bar is drawn a limited number of times per loop."""
+        self._done += 1
+        if self._bar is not None and (self._done % self._every == 0 or self._done == self._total):
+            self._do(lambda bar: (bar.set_postfix_str(text, refresh=False), bar.update(self._done - bar.n)))
+
+    def _do(self, action: Any) -> None:
+        if self._bar is None:
+            return
+        try:
+            action(self._bar)
+        except (OSError, ValueError) as error:
+            self._bar = None
+            LOGGER.warning("The progress bar is gone: %s. Training goes on.", error)

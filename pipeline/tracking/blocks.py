@@ -1,0 +1,93 @@
+"""The first and the last lines of a run."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pipeline
+from pipeline.components import Losses
+from pipeline.experiment.assembly import Experiment
+from pipeline.paths import ExperimentPaths
+from pipeline.progress import Progress
+from pipeline.runtime.processes import Processes
+from pipeline.tracking.lines import shown_duration, shown_rates
+
+_GB = 1e9
+
+
+def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experiment, found: str) -> Iterator[str]:
+    """Yield what a person wants to know before a run begins."""
+    settings = experiment.settings
+    yield f"training pipeline {pipeline.__version__}: {' '.join(sys.argv)}"
+    yield f"processes: {processes.world_size} on {processes.device.type}, backend {processes.backend}"
+    yield f"data home: {paths.home}"
+    yield f"state: {found}"
+    for name, module in experiment.components.all_modules.items():
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+        trained = sum(count for count, is_trained in counts if is_trained)
+        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {trained:,} trained"
+    yield f"learning rates: {shown_rates(experiment.learning_rates())}"
+    yield _disk_line(paths, experiment)
+    yield (
+        f"resume: exact at {processes.world_size} processes with {settings.training.gradient_reduction} gradients; "
+        "equal to rounding at any other number"
+    )
+
+
+def _disk_line(paths: ExperimentPaths, experiment: Experiment) -> str:
+    """Estimate three commits of weights with two optimizer moments each, and the initial and best pools."""
+    trained = sum(
+        parameter.numel() * parameter.element_size()
+        for module in experiment.components.trained_modules.values()
+        for parameter in module.parameters()
+    )
+    folder = paths.results
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    warning = "; FREE SOME BEFORE LONG RUNS" if free < 11 * trained else ""
+    return f"disk: about {11 * trained / _GB:.3f} GB needed, {free / _GB:.1f} GB free{warning}"
+
+
+def step_lines(num_steps: int, most_batches: int, experiment: Experiment, processes: Processes) -> Iterator[str]:
+    """Yield how items make up steps, and what would keep every process busy."""
+    wanted = experiment.settings.step_min_items
+    yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {most_batches} batches"
+    if most_batches < processes.world_size:
+        batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
+        enough = max(batch_items) * (processes.world_size - 1) + 1
+        yield (
+            f"WARNING: a step has at most {most_batches} batches, so {processes.world_size - most_batches} of "
+            f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
+        )
+
+
+def last_block(paths: ExperimentPaths, outcome: str, seconds: float, best: dict[str, Any]) -> Iterator[str]:
+    """Yield what a person wants to know when a run has ended."""
+    yield f"{outcome} after {shown_duration(seconds)}"
+    if best:
+        yield f"best: epoch {best['epoch']}, {shown_values(best['values'])}"
+        yield f"weights: {paths.data / 'module_ckps' / 'best'}"
+    yield f"log: {paths.log_file}"
+    if paths.tensorboard.exists():
+        yield f"curves: tensorboard --logdir {paths.tensorboard}"
+
+
+def next_line(paths: ExperimentPaths, progress: Progress) -> str:
+    if progress.is_finished:
+        return f"next: python -m pipeline new VARIANT --from {paths.name}    (a variant of this experiment)"
+    return f"next: training_pipeline.py {paths.name} --resume    (continues at {progress})"
+
+
+def shown_values(values: dict[str, float | None]) -> str:
+    return ", ".join(f"{name}: {'nan' if value is None else f'{value:.4f}'}" for name, value in values.items())
+
+
+def latest_values(losses: Losses, split: str) -> dict[str, float | None]:
+    """Return each register's latest mean as JSON can hold it."""
+    values = {name: record.epoch_means[-1] for name, record in losses[split].items() if record.epoch_means}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,60 @@
+"""Comparing two results folders bit by bit, naming the first difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def first_difference(left: Path, right: Path) -> str | None:
+    """Return where two ``data`` folders differ first, or None if every value has the same bits."""
+    tops = (left, right)
+    names = sorted({path.relative_to(top).as_posix() for top in tops for path in top.rglob("*") if path.is_file()})
+    for name in names:
+        missing = [str(top) for top in tops if not (top / name).exists()]
+        if missing:
+            return f"{name} is missing in {missing[0]}"
+        found = (dict(_leaves(read_any(top / name))) for top in tops)
+        difference = _differing(*found)
+        if difference:
+            return f"{name}: {difference}"
+    return None
+
+
+def read_any(path: Path) -> Any:
+    """Read a results file with torch, numpy or json alone."""
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True)
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    return json.loads(path.read_text())
+
+
+def _leaves(value: Any, path: str = "") -> Any:
+    """Yield every leaf with its path as bytes: NaN equals NaN, and 0.0 differs from -0.0."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield from _leaves(child, f"{path}[{index}]")
+    elif isinstance(value, torch.Tensor):
+        yield (
+            path,
+            (str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()),
+        )
+    elif isinstance(value, np.ndarray):
+        yield path, (str(value.dtype), value.shape, value.tobytes())
+    else:
+        yield path, repr(value)
+
+
+def _differing(left: dict[str, Any], right: dict[str, Any]) -> str | None:
+    if list(left) != list(right):
+        return f"entries {sorted(set(left) ^ set(right))[:3]} are in one only"
+    return next((f"value at {path or 'top'}" for path in left if left[path] != right[path]), None)
