@@ -69,7 +69,8 @@ def is_rank_zero() -> bool:
 def parse_arguments(words: list[str] | None = None) -> Arguments:
     """Parse the command line; a wrong one ends the process with exit code 2."""
     parsed = vars(_parser().parse_args(words))
-    mode = next((mode for mode in (RESUME, RESET, AUTO) if parsed.pop(mode)), START)
+    flags = {mode: parsed.pop(mode) for mode in (RESUME, RESET, AUTO)}
+    mode = next((mode for mode, is_given in flags.items() if is_given), START)
     parser_error = _contradiction(mode, parsed)
     if parser_error:
         _parser().error(parser_error)

@@ -1,0 +1,42 @@
+"""Fixtures that every test has, and those that police what tests leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.experiments import write_experiment
+
+from pipeline.runtime.logs import stop_logging
+
+
+@pytest.fixture()
+def home(tmp_path: Path) -> Path:
+    """A data home with the tiny experiment in it."""
+    write_experiment(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a run inside this process sets, and fail if a test leaks environment variables."""
+    monkeypatch.delenv("GORIDEEPSTYLE_DATA_HOME", raising=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = dict(os.environ)
+    sys.dont_write_bytecode, wrote = True, sys.dont_write_bytecode
+    yield
+    sys.dont_write_bytecode = wrote
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    stop_logging()
+    for name in [name for name in sys.modules if name.startswith("_experiment_pymodules_")]:
+        del sys.modules[name]
+    leaked = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    assert leaked <= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}

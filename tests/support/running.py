@@ -1,0 +1,124 @@
+"""Running the pipeline: inside this process, as a process of its own, and under a real torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline.arguments import parse_arguments
+from pipeline.progress import Progress
+from pipeline.run import run
+from pipeline.runtime.durable import Disk
+from pipeline.runtime.processes import Processes
+
+ENTRY = Path(__file__).parents[2] / "training_pipeline.py"
+SECONDS = 120
+
+
+def run_inside(home: Path, *words: str, name: str = "tiny", disk: Disk | None = None) -> Progress:
+    """Run in this process, alone; errors are raised."""
+    return run(parse_arguments([name, "--data-home", str(home), *words]), Processes(), disk)
+
+
+def command(home: Path, *words: str, name: str = "tiny", nproc: int | None = None) -> list[str]:
+    """Return the command line of a run, under torchrun if a number of processes is given."""
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}"] if nproc else []
+    return [sys.executable, *torchrun, str(ENTRY), name, "--data-home", str(home), *words]
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**os.environ, **quiet, **(more or {})}
+
+
+def run_process(
+    home: Path, *words: str, name: str = "tiny", nproc: int | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end in processes of its own and return exit code and output."""
+    line = command(home, *words, name=name, nproc=nproc)
+    return subprocess.run(line, env=environment(env), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+class BackgroundRun:
+    """A run in a session of its own that can be killed with everything it has started."""
+
+    def __init__(
+        self, home: Path, *words: str, name: str = "tiny", nproc: int | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.output = home / f"output_{time.monotonic_ns()}.txt"
+        self._mark = f"{time.monotonic_ns()}_{os.getpid()}"
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command(home, *words, name=name, nproc=nproc),
+                env=environment({"TEST_RUN_MARK": self._mark, **(env or {})}),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> BackgroundRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def pids(self) -> list[int]:
+        """Return every living process of this run: torchrun, its workers and their loader workers."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and self._is_ours(entry):
+                found.append(int(entry.name))
+        return sorted(found)
+
+    def _is_ours(self, entry: Path) -> bool:
+        try:
+            return self._mark.encode() in (entry / "environ").read_bytes() and not _is_zombie(entry)
+        except OSError:
+            return False
+
+    def worker_pids(self) -> list[int]:
+        """Return the training processes in the order in which they were started."""
+        return [pid for pid in self.pids() if pid != self.process.pid and _parent(pid) == self.process.pid]
+
+    def kill(self) -> None:
+        """Kill everything at once, as a power cut would."""
+        for pid in self.pids():
+            send(pid, signal.SIGKILL)
+        self.process.wait(SECONDS)
+
+    def wait(self) -> int:
+        return self.process.wait(SECONDS)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait until a condition holds; a run that ends first is an error unless it holds then."""
+        limit = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > limit or (self.process.poll() is not None and not condition()):
+                raise AssertionError(f"the condition never held; output:\n{self.text()}")
+            time.sleep(0.01)
+
+
+def send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+def _is_zombie(entry: Path) -> bool:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
