@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,31 +16,33 @@ from pipeline.stages.plan import PlannedBatch
 
 
 class KeyedDataset(Dataset[Any]):
-    """Turns a planned batch into a collated one, with generators set anew for each point."""
+    """Turns a planned batch into a collated one, with generators set anew for each batch.
+
+    Points, transforms and the collate function of a batch draw one after another from the streams of its key.
+    Which points share a batch depends on neither processes nor workers, so what a point looks like does not either.
+    """
 
     def __init__(self, dataset: Any, transform: Callable[[Any], Any], collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._transform, self._collate = dataset, transform, collate
 
     def __getitem__(self, planned: PlannedBatch) -> Any:
-        points = list(self._points(planned))
-        key_generators(*planned.key, "collate")
-        return self._collate(points)
+        key_generators(*planned.key)
+        return self._collate([self._transformed(point) for point in self._points(planned)])
 
     def __getitems__(self, planned: PlannedBatch) -> Any:
         """Called by torch's fetcher with whatever the batch sampler yields."""
         return self[planned]
 
-    def _points(self, planned: PlannedBatch) -> Iterator[Any]:
+    def _points(self, planned: PlannedBatch) -> Iterable[Any]:
         fetch_many = getattr(self._dataset, "__getitems__", None)
         if fetch_many is not None:
-            key_generators(*planned.key, "fetch")
-            fetched = fetch_many(list(planned.indices))
-        for position, index in enumerate(planned.indices):
-            key_generators(*planned.key, position)
-            point = self._dataset[index] if fetch_many is None else fetched[position]
-            transformed = self._transform(point)
-            # A transform may edit the point in place and return nothing.
-            yield point if transformed is None else transformed
+            return cast(Iterable[Any], fetch_many(list(planned.indices)))
+        return map(self._dataset.__getitem__, planned.indices)
+
+    def _transformed(self, point: Any) -> Any:
+        """A transform may edit the point in place and return nothing."""
+        transformed = self._transform(point)
+        return point if transformed is None else transformed
 
 
 class _Requests:

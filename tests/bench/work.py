@@ -1,4 +1,4 @@
-"""The work both contenders do: the same data, the same model, the same optimizer, the same number of steps."""
+"""The work all contenders do: the same data, the same model, the same optimizer, the same number of steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from torch import nn
 
 from pipeline.components import BaseDataset
 
-NUM_POINTS = 32 * 2 * 200
 BATCH_SIZE = 32
-SIZES = {"tiny": (64, 64, 1), "compute": (64, 2560, 3)}
+WORLD_SIZE = 2
+KINDS = {"tiny": {"hidden": 64, "depth": 1, "steps": 300}, "compute": {"hidden": 2560, "depth": 3, "steps": 20}}
+
+
+def num_points(kind: str) -> int:
+    return BATCH_SIZE * WORLD_SIZE * KINDS[kind]["steps"]
 
 
 def make_model(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    size, hidden, depth = SIZES[kind]
-    layers: list[nn.Module] = [nn.Linear(size, hidden), nn.ReLU()]
+    """Return 64 → hidden → … → 10."""
+    hidden, depth = KINDS[kind]["hidden"], KINDS[kind]["depth"]
+    layers: list[nn.Module] = [nn.Linear(64, hidden), nn.ReLU()]
     for _ in range(depth - 1):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, 10))
@@ -24,10 +28,10 @@ def make_model(kind: str) -> nn.Module:
 class Points(BaseDataset):
     """Random points in memory."""
 
-    def __init__(self, num_points: int = NUM_POINTS) -> None:
+    def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(num_points, 64, generator=generator)
-        self.labels = torch.randint(10, (num_points,), generator=generator)
+        self.inputs = torch.randn(size, 64, generator=generator)
+        self.labels = torch.randint(10, (size,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.labels)

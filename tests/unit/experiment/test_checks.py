@@ -1,0 +1,264 @@
+"""Cross-checks: what the files of an experiment say must fit together, and all misfits are told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.experiments import write_experiment
+
+from pipeline.errors import InvalidExperiment, Problem
+from pipeline.experiment.assembly import Experiment, assemble
+from pipeline.experiment.settings import parse_settings, read_contents
+
+CPU = torch.device("cpu")
+HEADS = """
+    from torch.optim import SGD
+    from pipeline.components import BaseScheduler
+
+    def create_optimizer(modules):
+        return SGD({groups}, lr=0.02)
+
+    def create_scheduler(optimizer):
+        return BaseScheduler()
+"""
+
+
+def assembled(home: Path, files: dict[str, str | None] | None = None, **settings: Any) -> Experiment:
+    """Assemble the tiny experiment with some pymodules replaced."""
+    named = {f"pymodules/{name}.py": text for name, text in (files or {}).items()}
+    folder = write_experiment(home, files=named, **settings)
+    return assemble(folder / "pymodules", parse_settings(read_contents(folder / "settings")), CPU)
+
+
+def problems_of(home: Path, files: dict[str, str | None] | None = None, **settings: Any) -> list[Problem]:
+    """Return all problems that assembling gives."""
+    with pytest.raises(InvalidExperiment) as raised:
+        assembled(home, files, **settings)
+    return list(raised.value.problems)
+
+
+def only_problem(home: Path, files: dict[str, str | None] | None = None, **settings: Any) -> Problem:
+    """Return the one problem that assembling gives."""
+    problems = problems_of(home, files, **settings)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def heads(groups: str) -> dict[str, str | None]:
+    """Return the optimizer file of the two heads with other param groups."""
+    return {"optim_sched/heads": HEADS.replace("{groups}", groups)}
+
+
+def test_tiny_experiment_fits_together(tmp_path: Path) -> None:
+    """The experiment that all these tests break is in order."""
+    experiment = assembled(tmp_path)
+    assert list(experiment.components.datasets) == ["a", "b"]
+    assert experiment.learning_rates() == {"heads": {"heads": 0.02}, "trunk": {"trunk": 0.01}}
+
+
+@pytest.mark.parametrize("family", ["data_transforms", "dataloaders", "module_transforms"])
+def test_every_dataset_needs_its_files(tmp_path: Path, family: str) -> None:
+    """A dataset without its transform, loader or module transform is told with the file to write."""
+    problems = problems_of(tmp_path, {f"{family}/b": None})
+    assert problems[0].where.endswith(f"pymodules/{family}/b.py")
+    assert "missing for dataset 'b'" in problems[0].what
+
+
+@pytest.mark.parametrize("family", ["data_transforms", "dataloaders", "module_transforms"])
+def test_file_named_like_no_dataset_is_told_with_the_names(tmp_path: Path, family: str) -> None:
+    """A file that would never be used is refused, with the datasets there are."""
+    copied = f"from .a import *\n{'loss_registers = []' if family == 'module_transforms' else ''}\n"
+    problem = only_problem(tmp_path, {f"{family}/c": copied})
+    assert problem.where.endswith(f"{family}/c.py")
+    assert "there are a, b" in problem.what
+
+
+def test_register_that_a_transform_invents_is_told_with_the_nearest(tmp_path: Path) -> None:
+    """Both the place and the registers there are, are named."""
+    text = "from .a import ModuleTransform\nloss_registers = ['loss_b', 'eror']\n"
+    problem = only_problem(tmp_path, {"module_transforms/b": text})
+    assert "module_transforms/b.py" in problem.where
+    assert "'eror'" in problem.what
+    assert "error, loss_a, loss_b" in problem.what
+    assert "Did you mean 'error'?" in problem.what
+
+
+def test_register_that_nobody_feeds_is_told(tmp_path: Path) -> None:
+    """A register that would stay empty is refused at the settings file."""
+    registers = {"loss_registers": ["loss_a", "loss_b", "error", "lost"]}
+    problem = only_problem(tmp_path, loss_registers=registers)
+    assert problem.where.endswith("settings/loss_registers.json")
+    assert "'lost' is fed by no module transform" in problem.what
+
+
+def test_register_listed_twice_is_told(tmp_path: Path) -> None:
+    """Two registers of one name would share a folder."""
+    registers = {"loss_registers": ["loss_a", "loss_b", "error", {"name": "error", "optimize": False}]}
+    assert "'error' must be listed once, but is listed 2 times" in only_problem(tmp_path, loss_registers=registers).what
+
+
+def test_nothing_to_optimise_is_told(tmp_path: Path) -> None:
+    """At least one register must have a gradient."""
+    registers = [{"name": name, "optimize": False} for name in ("loss_a", "loss_b", "error")]
+    problem = only_problem(tmp_path, loss_registers={"loss_registers": registers})
+    assert "at least one register must be optimised" in problem.what
+
+
+def test_counter_of_unknown_dataset_is_told(tmp_path: Path) -> None:
+    """A counter names datasets that exist."""
+    text = (
+        "from pipeline.components import DatasetSizeCounter\ndata_counter = DatasetSizeCounter()\n"
+        "dataset_names = ['a', 'digits']\n"
+    )
+    problem = only_problem(tmp_path, {"data_counters/sizes": text})
+    assert "data_counters/sizes.py" in problem.where
+    assert "'digits'" in problem.what
+    assert "there are a, b" in problem.what
+
+
+def test_everything_frozen_is_told(tmp_path: Path) -> None:
+    """Without a trained module there is nothing to do."""
+    frozen = "from torch import nn\nmodule = nn.Linear(8, 1)\nsettings = {'frozen': True}\n"
+    problem = only_problem(tmp_path, {f"modules/{name}": frozen for name in ("trunk", "head_a", "head_b")})
+    assert "all are frozen: head_a, head_b, stem, trunk" in problem.what
+
+
+def test_parameter_in_no_optimizer_is_told(tmp_path: Path) -> None:
+    """Every parameter that nobody trains is named with its module."""
+    groups = "[{'name': 'heads', 'params': modules['head_a'].parameters()}]"
+    problems = problems_of(tmp_path, heads(groups))
+    assert [problem.what.split("'")[1] for problem in problems] == ["weight", "bias"]
+    assert all("modules/head_b.py" in problem.where and "is in none" in problem.what for problem in problems)
+
+
+def test_parameter_in_two_optimizers_is_told(tmp_path: Path) -> None:
+    """Both optimizers are named."""
+    groups = (
+        "[{'name': 'a', 'params': modules['head_a'].parameters()}, {'name': 'b', 'params': "
+        "[*modules['head_b'].parameters(), modules['trunk'][0].bias]}]"
+    )
+    problem = only_problem(tmp_path, heads(groups))
+    assert "modules/trunk.py" in problem.where
+    assert "'0.bias' must be in exactly one optimizer, but is in heads and trunk" in problem.what
+
+
+def test_frozen_parameter_in_an_optimizer_is_told(tmp_path: Path) -> None:
+    """A frozen module's parameters are in none."""
+    groups = (
+        "[{'name': 'heads', 'params': [*modules['head_a'].parameters(), *modules['head_b'].parameters(), "
+        "modules['stem'][0].weight]}]"
+    )
+    problem = only_problem(tmp_path, heads(groups))
+    assert "modules/stem.py" in problem.where
+    assert "frozen parameter '0.weight'" in problem.what
+    assert "heads" in problem.what
+
+
+@pytest.mark.parametrize("names", ["{}, {}", "{'name': 'x'}, {}", "{'name': 'x'}, {'name': 'x'}", "{'name': 1}, {}"])
+def test_param_groups_need_names_of_their_own(tmp_path: Path, names: str) -> None:
+    """Learning rates are stored by group name, so each has one and no two share it."""
+    text = "[{**names, 'params': modules[head].parameters()} for names, head in zip(({}), ('head_a', 'head_b'))]"
+    problem = only_problem(tmp_path, heads(text.replace("{}", names)))
+    assert "optim_sched/heads.py" in problem.where
+    assert "every param group must have a 'name' of its own" in problem.what
+
+
+def test_empty_train_split_is_told(tmp_path: Path) -> None:
+    """A dataset without training points is refused at its file."""
+    text = "from ..utils.points import Points\n\nclass Empty(Points):\n    def get_split_idxs(self, split):\n"
+    text += "        return [] if split == 'train' else [0]\n\ndataset = Empty(5, 1)\n"
+    problem = only_problem(tmp_path, {"datasets/b": text})
+    assert "datasets/b.py" in problem.where
+    assert "train split must have points" in problem.what
+
+
+def without_val(name: str) -> str:
+    """Return a dataset file whose val split is empty."""
+    return (
+        "from ..utils.points import Points\n\nclass NoVal(Points):\n    def get_split_idxs(self, split):\n"
+        f"        return list(range(9)) if split == 'train' else []\n\ndataset = NoVal(9, {len(name)})\n"
+    )
+
+
+def test_register_without_validation_points_is_told(tmp_path: Path) -> None:
+    """A register that no evaluation would ever reach is refused, unless nothing is evaluated."""
+    problem = only_problem(tmp_path, {"datasets/b": without_val("b")})
+    assert "register 'loss_b' is fed by b, whose val splits have 0 points" in problem.what
+    assert "training.evaluation_interval" in problem.fix
+    assert assembled(tmp_path, {"datasets/b": without_val("b")}, training={"evaluation_interval": 0})
+
+
+@pytest.mark.parametrize(
+    "returned", ["None", "[[0, 1]]", "[0.5]", "['a']", "1 / 0"], ids=["none", "nested", "floats", "text", "raising"]
+)
+def test_split_that_is_no_list_of_indices_is_told(tmp_path: Path, returned: str) -> None:
+    """What get_split_idxs returns is checked before training."""
+    text = "from ..utils.points import Points\n\nclass Odd(Points):\n    def get_split_idxs(self, split):\n"
+    problem = only_problem(tmp_path, {"datasets/b": f"{text}        return {returned}\n\ndataset = Odd(5, 1)\n"})
+    assert "datasets/b.py" in problem.where
+    assert "get_split_idxs must return the indices" in problem.what
+
+
+def test_all_misfits_are_told_together(tmp_path: Path) -> None:
+    """Problems of imports, contracts and names across files come in one list."""
+    files = {
+        "data_counters/broken": "1 / 0\n",
+        "dataloaders/a": "train_dataloader_args = {'batch_size': 0}\n",
+        "data_transforms/b": None,
+        "module_transforms/b": "from .a import ModuleTransform\nloss_registers = ['loss_x']\n",
+        "early_stopper": "early_stopper = 3\n",
+    }
+    shown = str(InvalidExperiment(problems_of(tmp_path, files)))
+    for place in ("broken.py:1", "dataloaders/a.py:1", "data_transforms/b.py", "module_transforms/b.py"):
+        assert place in shown
+    assert "early_stopper.py:1" in shown
+    assert "eval_dataloader_args is not defined" in shown
+
+
+def test_optimizer_function_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    """A misspelt module name in create_optimizer is the author's line, not ours."""
+    problem = only_problem(tmp_path, heads("[{'name': 'heads', 'params': modules['haed_a'].parameters()}]"))
+    assert problem.where.endswith("optim_sched/heads.py:5")
+    assert "KeyError: 'haed_a'" in problem.what
+
+
+def test_optimizer_function_must_return_an_optimizer(tmp_path: Path) -> None:
+    """A forgotten return is told with what came back."""
+    text = HEADS.replace("return SGD({groups}, lr=0.02)", "pass")
+    problem = only_problem(tmp_path, {"optim_sched/heads": text})
+    assert "must return a torch optimizer, but returns NoneType" in problem.what
+
+
+def test_scheduler_function_must_return_a_scheduler(tmp_path: Path) -> None:
+    """One of torch's own schedulers needs its adapter, and the message names it."""
+    groups = "[{'name': 'h', 'params': [*modules['head_a'].parameters(), *modules['head_b'].parameters()]}]"
+    text = HEADS.replace("{groups}", groups).replace("BaseScheduler()", "StepLR(optimizer, 1)")
+    text = text.replace("import SGD", "import SGD\n    from torch.optim.lr_scheduler import StepLR")
+    assert "TorchScheduler wraps torch's" in only_problem(tmp_path, {"optim_sched/heads": text}).what
+
+
+def test_sync_batchnorm_without_cuda_is_told(tmp_path: Path) -> None:
+    """A setting that this machine cannot honour is refused, not ignored."""
+    problem = only_problem(tmp_path, training={"sync_batchnorm": True})
+    assert "sync_batchnorm" in problem.where
+    assert "CUDA" in problem.what
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2.0**0.5)])
+def test_learning_rates_are_scaled_by_the_items_of_a_step(tmp_path: Path, rule: str, factor: float) -> None:
+    """With 14 items per step and 7 as the base, rates grow by 2 or by its root."""
+    rates = assembled(tmp_path, training={"lr_scaling": {"base_items": 7, "rule": rule}}).learning_rates()
+    assert rates["heads"]["heads"] == pytest.approx(0.02 * factor)
+
+
+def test_frozen_module_stays_in_evaluation_mode(tmp_path: Path) -> None:
+    """Neither dropout nor batch statistics of a frozen module ever change."""
+    experiment = assembled(tmp_path)
+    experiment.set_training(True)
+    modules = experiment.components.all_modules
+    assert modules["trunk"].training
+    assert not modules["stem"].training
+    assert not any(parameter.requires_grad for parameter in modules["stem"].parameters())
