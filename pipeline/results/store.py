@@ -181,11 +181,15 @@ class ResultsStore:
             LOGGER.warning(
                 "%s is missing or damaged; falling back to the newest intact commit.", self._paths.state_file
             )
-            return found
-        return [named, *(generation for generation in found if generation < named)]
+            named = max(found, default=0)
+        older = [number for number in found if number < named and self._manifest_file(number).exists()]
+        return [named, *older] if named else []
+
+    def _manifest_file(self, generation: int) -> Path:
+        return self._paths.generations / str(generation) / MANIFEST_FILE
 
     def _read_manifest(self, generation: int) -> Manifest | None:
-        value = read_sealed_json(self._paths.generations / str(generation) / MANIFEST_FILE)
+        value = read_sealed_json(self._manifest_file(generation))
         return Manifest.from_json(value) if value else None
 
     def _broken(self, generation: int, manifest: Manifest | None, is_needed: Callable[[str], bool]) -> list[str]:

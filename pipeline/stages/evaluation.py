@@ -31,7 +31,7 @@ class EvaluationStage:
         self._experiment, self._processes, self._runner = experiment, processes, runner
         self._engine, self._records = engine, records
         self._places = evaluation_places(runner.shapes)
-        self._ledger = LossLedger(experiment.settings.register_names, (1, max(1, len(self._places))), processes)
+        self._ledger = LossLedger(experiment.settings.register_names, len(self._places), processes)
 
     @property
     def num_rounds(self) -> int:

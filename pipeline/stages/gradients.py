@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
 
 _NUM_WISHES = 3
+Compute = Callable[[], tuple[list[torch.Tensor], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Touch(torch.autograd.Function):
 
 
 class StepModule(nn.Module):
-    """All trained modules as one, so that one engine reduces their gradients together.
+    """The weights of all trained modules as one module, so that one engine reduces their gradients together.
 
     ``signals`` is no weight: its gradient carries, in the same reduction, whether any rank met a loss that is
     not finite, was asked to stop or wants a commit, and which parameters any rank has used. It is registered
@@ -83,9 +84,9 @@ class StepModule(nn.Module):
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
         super().__init__()
         trained = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-        self.weights = list(dict.fromkeys(trained))
-        self.signals = nn.Parameter(torch.zeros(_NUM_WISHES + len(self.weights), device=device))
-        self.trained = nn.ModuleList(modules)
+        weights = list(dict.fromkeys(trained))
+        self.signals = nn.Parameter(torch.zeros(_NUM_WISHES + len(weights), device=device))
+        self.weights = nn.ParameterList(weights)
 
     def forward(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         return compute()
@@ -103,8 +104,11 @@ class GradientEngine:
         self._experiment, self._processes = experiment, processes
         training = experiment.settings.training
         self._clip_norm = training.grad_clip_norm
-        self._modules = StepModule(list(experiment.components.trained_modules.values()), processes.device)
-        self._buffers = sorted(self._modules.buffers(), key=lambda buffer: -buffer.element_size())
+        modules = list(experiment.components.trained_modules.values())
+        self._modules = StepModule(modules, processes.device)
+        self._weights = list(self._modules.weights)
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._buffers = sorted(buffers, key=lambda buffer: -buffer.element_size())
         self._parameters = {
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for name, optimizer in experiment.optimizers.items()
@@ -112,12 +116,12 @@ class GradientEngine:
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.precision == "fp16")
         self._engine: nn.Module = self._modules
         if processes.world_size > 1:
-            self._engine = DistributedDataParallel(self._modules, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self._engine = DistributedDataParallel(self._modules, gradient_as_bucket_view=True)
             self._rehearse()
 
     def _rehearse(self) -> None:
         """Let every parameter become ready once, from last to first, with no gradient at all."""
-        in_order = [self._modules.signals, *self._modules.weights]
+        in_order = [self._modules.signals, *self._weights]
         touch = _Touch.apply
         self._engine(lambda: torch.stack([touch(parameter) for parameter in in_order]).sum()).backward()  # type: ignore[no-untyped-call]
         self._forget()
@@ -133,41 +137,44 @@ class GradientEngine:
         for buffer, part in zip(self._buffers, flat.split(sizes), strict=True):
             buffer.copy_(part.view(buffer.dtype).view_as(buffer))
 
-    def backward(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]], wishes: Wishes | None) -> None:
+    @property
+    def loss_scale(self) -> int:
+        """DDP averages over the ranks, but a step's loss is already normalised by the items of all ranks."""
+        return self._processes.world_size
+
+    def backward(self, compute: Compute, wishes: Wishes | None) -> None:
         """Add the gradients of one batch; the rank's last batch of a step brings its wishes and is reduced.
 
-        ``compute`` returns the batch's share of the step's loss and a sum that is finite if all losses are.
+        ``compute`` returns the batch's terms of the step's loss and a sum that is finite if all losses are.
         """
 
         def with_signals() -> torch.Tensor:
             healths: list[torch.Tensor] = []
             message = lambda: self._message(healths[0], wishes)  # noqa: E731
             carried = _Carry.apply(self._modules.signals, message)  # type: ignore[no-untyped-call]
-            loss, health = compute()
+            terms, health = compute()
             healths.append(health)
-            # DDP averages over the ranks; the loss is already normalised by the items of all ranks.
-            total: torch.Tensor = loss * self._processes.world_size + carried
-            if wishes is not None:
-                total = total + _Touch.apply(*self._modules.weights)  # type: ignore[no-untyped-call]
-            return total
+            if wishes is not None and self._processes.world_size > 1:
+                terms.append(_Touch.apply(*self._weights))  # type: ignore[no-untyped-call]
+            return sum(terms, carried)
 
         with self._no_sync() if wishes is None else contextlib.nullcontext():
             self.scaler.scale(self._engine(with_signals)).backward()
 
     def _message(self, health: torch.Tensor, wishes: Wishes | None) -> torch.Tensor:
-        """Return the signals' gradient; zero times a sum that is finite is zero, and NaN otherwise."""
+        """Return the signals' gradient; adding a sum zero times changes nothing unless it is not finite."""
         if wishes is None:
             message = torch.zeros_like(self._modules.signals)
         else:
-            used = [parameter.grad is not None for parameter in self._modules.weights]
+            used = [parameter.grad is not None for parameter in self._weights]
             message = torch.tensor([0.0, wishes.stop, wishes.commit, *used], device=self._processes.device)
-        message[0] = health * 0
+        message[0].add_(health, alpha=0)
         return message
 
     def join_without_batch(self, wishes: Wishes) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
         zero = torch.zeros((), device=self._processes.device)
-        self.backward(lambda: (zero, zero), wishes)
+        self.backward(lambda: ([], zero), wishes)
 
     def _no_sync(self) -> Any:
         engine = self._engine
@@ -192,30 +199,32 @@ class GradientEngine:
     def _judge(self) -> Verdict:
         signals = self._modules.signals.grad
         assert signals is not None
-        norms = [self._norm(parameters) for parameters in self._parameters.values()]
+        owners = [
+            (name, grad) for name, own in self._parameters.items() for one in own if (grad := one.grad) is not None
+        ]
+        norms = torch._foreach_norm([gradient for _, gradient in owners], dtype=torch.float32) if owners else ()
         # The one moment per step at which the host waits for the device.
-        known = torch.cat([signals, torch.stack(norms).to(signals.dtype)]).tolist()
+        known = torch.cat([signals, *(norm.reshape(1) for norm in norms)]).tolist()
         health, stop, commit = known[:_NUM_WISHES]
-        used, values = known[_NUM_WISHES : -len(norms)], known[-len(norms) :]
-        self._forget_unused(used)
-        is_finite = all(math.isfinite(value) for value in values)
+        self._forget_unused(known[_NUM_WISHES : len(signals)])
+        values: dict[str, list[float]] = {name: [] for name in self._parameters}
+        for (name, _), value in zip(owners, known[len(signals) :], strict=True):
+            values[name].append(value)
+        by_optimizer = {name: math.hypot(*own) for name, own in values.items()}
+        is_finite = all(math.isfinite(value) for value in by_optimizer.values())
         return Verdict(
             skipped=not (is_finite and health == 0),
             overflowed=self.scaler.is_enabled() and health == 0 and not is_finite,
             stop=stop > 0,
             commit=commit > 0,
-            norms=dict(zip(self._parameters, values, strict=True)),
-            norm=math.hypot(*values),
+            norms=by_optimizer,
+            norm=math.hypot(*by_optimizer.values()),
         )
-
-    def _norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return get_total_norm(gradients) if gradients else torch.zeros((), device=self._processes.device)
 
     def _forget_unused(self, used: list[float]) -> None:
         """Take the zeros away that DDP gives to parameters which no rank has used: optimizers must not see them."""
         if not all(used):
-            for parameter, count in zip(self._modules.weights, used, strict=True):
+            for parameter, count in zip(self._weights, used, strict=True):
                 parameter.grad = parameter.grad if count else None
 
     def _clip(self, norm: float) -> None:

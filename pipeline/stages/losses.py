@@ -13,36 +13,33 @@ from pipeline.runtime.processes import Processes
 
 
 class LossLedger:
-    """Float64 sums of the losses, one cell per row, batch and register.
+    """Float64 sums of the losses of batches, left on the device until someone wants to see them.
 
-    Each cell is filled by one rank only, so adding over the ranks is exact, and the sums over a row's
-    batches are taken in the planned order: recorded values do not depend on the number of processes.
+    Rows are steps. Each batch of a row is summed by one rank only, so adding over the ranks is exact, and the
+    batches of a row are added in the planned order: recorded values do not depend on the number of processes.
     """
 
-    def __init__(self, registers: Sequence[str], shape: tuple[int, int], processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, registers: Sequence[str], num_batches: int, processes: Processes) -> None:
+        self._processes, self._num_batches = processes, num_batches
         self._positions = {register: position for position, register in enumerate(registers)}
-        self._cells = torch.zeros(*shape, len(registers), dtype=torch.float64, device=processes.device)
-
-    @property
-    def num_rows(self) -> int:
-        return self._cells.shape[0]
+        self._cells: list[tuple[int, int, int]] = []
+        self._sums: list[torch.Tensor] = []
 
     def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> torch.Tensor:
         """Record the losses of one batch and return the sum over all of them, which is not finite if any is not."""
-        sums = torch.stack([loss.detach().sum(dtype=torch.float64) for loss in losses.values()])
-        cells = self._cells[row, batch]
-        if len(losses) == len(cells) and list(losses) == list(self._positions):
-            cells.copy_(sums)
-        else:
-            cells[[self._positions[register] for register in losses]] = sums
-        return sums.sum()
+        sums = [loss.detach().sum(dtype=torch.float64) for loss in losses.values()]
+        self._sums += sums
+        self._cells += [(row, batch, self._positions[register]) for register in losses]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def collect(self, num_rows: int) -> np.ndarray:
-        """Return the totals of the first rows per register, added over ranks and batches, and empty them."""
-        cells = self._processes.sum(self._cells[:num_rows].clone()).cpu().numpy()
-        self._cells[:num_rows] = 0
-        totals: np.ndarray = cells.sum(axis=1)
+        """Return the totals of all rows per register, added over ranks and batches, and empty the ledger."""
+        table = torch.zeros(num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
+        if self._cells:
+            table[tuple(torch.tensor(self._cells).T)] = torch.stack(self._sums).cpu()
+        self._cells.clear()
+        self._sums.clear()
+        totals: np.ndarray = self._processes.sum(table).numpy().sum(axis=1)
         return totals
 
 
@@ -56,7 +53,7 @@ def checked_losses(losses: Any, registers: tuple[str, ...], num_items: int, wher
         if not isinstance(loss, torch.Tensor) or loss.numel() != num_items:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise PipelineError(
-                f"{where} must return one value per item for {register!r}, here {num_items}, but returned {given} instead. "
-                "Do not average over the batch; set point_size if a data point stands for several items."
+                f"{where} must return one value per item for {register!r}, here {num_items}, but returned {given}. Do "
+                "not average over the batch; set point_size if a data point stands for several items."
             )
     return {register: losses[register] for register in registers}

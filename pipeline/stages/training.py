@@ -15,7 +15,7 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.records import Records
 from pipeline.runtime.processes import Processes
 from pipeline.stages.batches import BatchRunner
-from pipeline.stages.gradients import GradientEngine, Verdict, Wishes
+from pipeline.stages.gradients import Compute, GradientEngine, Verdict, Wishes
 from pipeline.stages.losses import LossLedger
 from pipeline.stages.plan import Place, StepPlan
 
@@ -63,8 +63,8 @@ class TrainingStage:
         self._weighter = experiment.components.loss_weighter
         self._looks_at_steps = _overrides(self._weighter, "after_train_step")
         registers = experiment.settings.register_names
-        rows = 1 if self._looks_at_steps else _ROWS
-        self._ledger = LossLedger(registers, (rows, self.plan.most_batches), processes)
+        self._rows = 1 if self._looks_at_steps else _ROWS
+        self._ledger = LossLedger(registers, self.plan.most_batches, processes)
         self._pending: list[list[int]] = []
         self.num_consecutive_skipped = 0
 
@@ -124,24 +124,22 @@ class TrainingStage:
         self._after_step(epoch, index, items, verdict)
         return StepReport(index + 1, len(self.plan), time.perf_counter() - started, data_seconds, verdict)
 
-    def _batch_loss(
-        self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def _batch_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         row, position = len(self._pending), key[-1]
 
-        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        def compute() -> tuple[list[torch.Tensor], torch.Tensor]:
             losses = self._runner.losses(batch, place, key)
             health = self._ledger.add(row, position, losses)
-            terms = [loss.sum() * shares[register] for register, loss in losses.items() if register in shares]
-            return sum(terms, torch.zeros((), device=self._processes.device)), health
+            return [loss.sum() * shares[register] for register, loss in losses.items() if register in shares], health
 
         return compute
 
     def _shares(self, items: list[int]) -> dict[str, float]:
         """Return, for each optimised register, the factor of one item's loss in the step's loss."""
         is_mean = self._settings.loss_reduction == "mean"
+        scale = self._engine.loss_scale
         return {
-            register.name: float(self._weighter.get_loss_weight(register.name)) / (count if is_mean else 1)
+            register.name: scale * self._weighter.get_loss_weight(register.name) / (count if is_mean else 1)
             for register, count in zip(self._experiment.settings.loss_registers, items, strict=True)
             if register.optimize and count
         }
@@ -156,7 +154,7 @@ class TrainingStage:
 
     def _after_step(self, epoch: int, index: int, items: list[int], verdict: Verdict) -> None:
         self._pending.append(items)
-        if len(self._pending) == self._ledger.num_rows:
+        if len(self._pending) == self._rows:
             self.flush()
         for scheduler in self._active_schedulers(epoch):
             scheduler.after_train_step(index + 1)

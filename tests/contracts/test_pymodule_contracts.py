@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.experiments import write_experiment
-from tests.support.running import run_inside
 
 from pipeline.errors import Problem
 from pipeline.experiment.contracts import Components, ContractReader
 from pipeline.experiment.pymodules import PymoduleLoader
+from tests.support.experiments import write_experiment
+from tests.support.running import run_inside
 
 LOADERS = "train_dataloader_args = {args}\neval_dataloader_args = {'batch_size': 4}\n"
 MODULE = "from torch import nn\nmodule = nn.Linear(8, 1)\nsettings = {settings}\n"
@@ -137,7 +137,8 @@ SIGNATURES = {
     ),
     "module transform": (
         "module_transforms__b",
-        "loss_registers = ['loss_b', 'error']\n\nclass ModuleTransform:\n    def __init__(self, device):\n        pass\n",
+        "loss_registers = ['loss_b', 'error']\n\n"
+        "class ModuleTransform:\n    def __init__(self, device):\n        pass\n",
         "ModuleTransform(data_counters, device, logger)",
     ),
     "optimizer": (
@@ -163,7 +164,9 @@ def test_wrong_signature_is_told_with_the_expected_one(tmp_path: Path, file: str
 
 def test_transform_that_needs_arguments_is_told(tmp_path: Path) -> None:
     """Transforms are created by the pipeline, without arguments."""
-    text = "class TrainDataTransform:\n    def __init__(self, size):\n        pass\n\nfrom .a import EvalDataTransform\n"
+    text = (
+        "class TrainDataTransform:\n    def __init__(self, size):\n        pass\n\nfrom .a import EvalDataTransform\n"
+    )
     assert "without arguments" in only_problem(tmp_path, data_transforms__b=text).what
 
 

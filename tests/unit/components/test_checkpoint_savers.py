@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.experiments import write_experiment
-from tests.support.running import run_inside
 
 from pipeline.components import (
     BaseCheckpointSaver,
@@ -16,6 +14,8 @@ from pipeline.components import (
     UniformLossWeighter,
     WeightedLossEarlyStopper,
 )
+from tests.support.experiments import write_experiment
+from tests.support.running import run_inside
 
 from .losses import after_epochs
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.support.running import run_inside
 
 from pipeline.components import BaseDataCounter, CategoryCounter, DatasetSizeCounter
+from tests.support.running import run_inside
 
 
 def counted(*categories: int, num_categories: int = 3) -> CategoryCounter:

@@ -96,7 +96,13 @@ def test_last_epoch_stops_in_any_case() -> None:
 
 @pytest.mark.parametrize(
     ("tolerances", "expected"),
-    [({}, True), ({"abs_tol": 0.4}, True), ({"abs_tol": 0.5}, False), ({"rel_tol": 0.04}, True), ({"rel_tol": 0.06}, False)],
+    [
+        ({}, True),
+        ({"abs_tol": 0.4}, True),
+        ({"abs_tol": 0.5}, False),
+        ({"rel_tol": 0.04}, True),
+        ({"rel_tol": 0.06}, False),
+    ],
 )
 def test_better_means_by_more_than_the_tolerance(tolerances: dict[str, float], expected: bool) -> None:
     """From 10 to 9.5 is an improvement of 0.5, or of five percent."""

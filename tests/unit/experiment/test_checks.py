@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.experiments import write_experiment
 
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.settings import parse_settings, read_contents
+from tests.support.experiments import write_experiment
 
 CPU = torch.device("cpu")
 HEADS = """

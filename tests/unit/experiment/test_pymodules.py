@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.experiments import tree, write_experiment
-from tests.support.running import ENTRY, environment
 
 from pipeline.errors import Problem
 from pipeline.experiment.pymodules import IMPORT_TIME_LIMIT_VARIABLE, PymoduleLoader, is_ignored
+from tests.support.experiments import tree, write_experiment
+from tests.support.running import ENTRY, environment
 
 
 def load(home: Path, seed: int = 0, **files: str | None) -> tuple[dict[str, dict[str, ModuleType]], list[Problem]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from tests.support.experiments import SETTINGS, write_experiment
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError
 from pipeline.experiment.schema_problems import SETTINGS_FILES, schema
@@ -22,6 +21,7 @@ from pipeline.experiment.settings import (
     parse_settings,
     read_contents,
 )
+from tests.support.experiments import SETTINGS, write_experiment
 
 
 def folder_with(home: Path, **texts: str) -> Path:
@@ -85,13 +85,13 @@ def test_wrong_settings_are_told_with_place_and_rule(
 
 
 def test_all_problems_of_all_files_are_told_at_once(tmp_path: Path) -> None:
-    """Four mistakes in three files are four entries of one list."""
+    """Five mistakes in four files are five entries of one list."""
     folder = folder_with(
         tmp_path, data_loading="{", logging='{"progress_bar": {"enabled": 1, "x": 2}}', training='{"sed": 1}'
     )
     (folder / "loss_registers.json").unlink()
-    places = [problem.where.removeprefix(f"{folder}/") for problem in problems_of(folder)]
-    assert [place.split(".")[0] for place in places] == ["data_loading", "logging", "logging", "loss_registers", "training"]
+    files = [Path(problem.where).name.split(".")[0] for problem in problems_of(folder)]
+    assert files == ["data_loading", "logging", "logging", "loss_registers", "training"]
 
 
 def test_problems_of_a_file_come_in_the_order_of_its_lines(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_training_file_is_optional(tmp_path: Path) -> None:
     assert parse_settings(read_contents(folder)).training == TrainingSettings()
 
 
-def test_broken_link_is_not_an_absent_training_file(tmp_path: Path) -> None:
-    """A training.json with a syntax error never falls back to the defaults."""
+def test_empty_training_file_is_not_an_absent_one(tmp_path: Path) -> None:
+    """A training.json that went wrong never falls back to the defaults."""
     (problem,) = problems_of(folder_with(tmp_path, training=""))
     assert "empty" in problem.what
 

@@ -13,7 +13,7 @@ from pipeline.runtime import signals
 from pipeline.runtime.signals import StopRequests, TimeLimit, ignore_stop_signals
 
 
-@pytest.fixture()
+@pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StopRequests:
     """Stop requests that look at the disk every time they are asked."""
     monkeypatch.setattr(signals, "SECONDS_BETWEEN_LOOKS", 0.0)

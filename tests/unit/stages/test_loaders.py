@@ -95,7 +95,7 @@ def test_loading_leaves_the_loaders_batches_replaceable() -> None:
 
 def test_moving_to_a_device_keeps_the_shape_of_a_batch() -> None:
     """Tensors in dicts, lists, tuples and named tuples are moved, everything else is left."""
-    pair = namedtuple("pair", "x y")  # noqa: PYI024
+    pair = namedtuple("pair", "x y")
     batch = {"a": [torch.ones(1)], "b": (torch.ones(1), "text"), "c": pair(torch.ones(1), 3)}
     moved = to_device(batch, torch.device("meta"))
     assert moved["a"][0].is_meta

@@ -15,9 +15,9 @@ from pipeline.stages.losses import LossLedger, checked_losses
 REGISTERS = ("loss", "error")
 
 
-def ledger(rows: int = 2, batches: int = 3) -> LossLedger:
-    """Return an empty ledger of one process."""
-    return LossLedger(REGISTERS, (rows, batches), Processes())
+def ledger() -> LossLedger:
+    """Return an empty ledger of one process for steps of up to three batches."""
+    return LossLedger(REGISTERS, 3, Processes())
 
 
 def test_totals_are_sums_over_a_steps_batches() -> None:

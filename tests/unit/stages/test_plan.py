@@ -60,8 +60,8 @@ def test_one_step_may_hold_the_whole_epoch() -> None:
 def test_datasets_of_different_size_end_together() -> None:
     """The smaller dataset is spread over the epoch instead of being used up early."""
     steps = steps_of(StepPlan((SplitShape("big", 1000, 5, 1), SplitShape("small", 50, 5, 1)), 50))
-    middle = [sum(place.shape.dataset == "small" for step in half for place in step) for half in (steps[:10], steps[10:])]
-    assert middle == [5, 5]
+    halves = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    assert [sum(place.shape.dataset == "small" for step in half for place in step) for half in halves] == [5, 5]
 
 
 def test_point_size_counts_as_items() -> None:

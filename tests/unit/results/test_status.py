@@ -1,0 +1,86 @@
+"""The status file: always whole, and never a reason to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.results.status import StatusFile, read_status
+from pipeline.runtime.logs import LOGGER
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the pipeline's logger warns of."""
+    LOGGER.propagate = True
+    caplog.set_level(logging.WARNING, LOGGER.name)
+    return caplog
+
+
+def test_values_add_up(tmp_path: Path) -> None:
+    """An update changes what it names and keeps the rest."""
+    status = StatusFile(tmp_path / "status.json")
+    status.update(state="running", epoch=1)
+    status.update(epoch=2)
+    found = read_status(tmp_path / "status.json")
+    assert (found["state"], found["epoch"]) == ("running", 2)
+    assert "updated" in found
+
+
+def test_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """While one process writes, another reads a whole document at any moment."""
+    path, status, torn = tmp_path / "status.json", StatusFile(tmp_path / "status.json"), []
+    status.update(values=[0] * 5000)
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.is_set():
+            try:
+                json.loads(path.read_text())
+            except ValueError as error:
+                torn.append(error)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(200):
+        status.update(values=[number] * (5000 - number))
+    is_done.set()
+    watcher.join()
+    assert torn == []
+
+
+def test_no_staging_file_is_left(tmp_path: Path) -> None:
+    """Only the status file itself remains."""
+    StatusFile(tmp_path / "status.json").update(state="running")
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    """However often it fails, the training goes on and hears of it once."""
+    status = StatusFile(tmp_path / "gone/status.json")
+    for epoch in range(3):
+        status.update(epoch=epoch)
+    assert len(warnings.records) == 1
+    assert "Training goes on" in warnings.text
+
+
+def test_update_is_due_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast steps do not write the file each time."""
+    status = StatusFile(tmp_path / "status.json")
+    assert status.is_due()
+    status.update()
+    assert not status.is_due()
+    monkeypatch.setattr("pipeline.results.status.SECONDS_BETWEEN_UPDATES", 0.0)
+    assert status.is_due()
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]"])
+def test_status_that_cannot_be_read_is_nothing(tmp_path: Path, content: str | None) -> None:
+    """A missing or foreign file reads as no status."""
+    if content is not None:
+        (tmp_path / "status.json").write_text(content)
+    assert read_status(tmp_path / "status.json") == {}
