@@ -26,9 +26,9 @@ from pipeline.results.lock import RunLock
 lock = RunLock(ExperimentPaths(Path(sys.argv[1]), "tiny"))
 lock.acquire()
 if sys.argv[2] == "fork" and os.fork() == 0:
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(60)
-print("held", flush=True)
+os.write(1, b"held\\n")
 time.sleep(60)
 """
 
