@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+from typing import NoReturn
 
 from pipeline.arguments import parse_arguments
 
@@ -28,5 +31,16 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
+def _leave(code: int) -> NoReturn:
+    """End at once: after a failure, threads of a broken process group could abort an orderly exit with another code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code:
+        _leave(exit_code)

@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from pipeline.errors import UsageError
-from pipeline.paths import DATA_HOME_VARIABLE, check_name
+from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home
 
 START, RESUME, RESET, AUTO = "start", "resume", "reset", "auto"
 
@@ -64,6 +65,14 @@ class _Parser(argparse.ArgumentParser):
 def is_rank_zero() -> bool:
     """Tell, before processes have joined, whether this one speaks for all."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def command_line(experiment: str, home: Path, *words: str) -> str:
+    """Return the line that runs an experiment the way this process was run."""
+    nproc = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = f"torchrun --nproc-per-node={nproc}" if nproc else "python"
+    option = [] if home == data_home(None) else ["--data-home", str(home)]
+    return " ".join([launcher, "training_pipeline.py", experiment, *option, *words])
 
 
 def parse_arguments(words: list[str] | None = None) -> Arguments:

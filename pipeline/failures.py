@@ -12,8 +12,8 @@ from pipeline.paths import ExperimentPaths
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
 from pipeline.runtime.processes import Processes, is_lost_peer
 
-_INTERRUPTED = "Interrupted. The last commit is intact; continue with --resume."
-_LOST_PEER = "Ended because another process of this run has failed or was killed. Continue with --resume."
+_INTERRUPTED = "Interrupted. The last commit is intact; continue with --auto."
+_LOST_PEER = "Ended because another process of this run has failed or was killed. Continue with --auto."
 _OUT_OF_MEMORY = (
     "fix: lower batch_size in dataloaders/*.py (step_min_items keeps the step as it is), or use precision bf16."
 )

@@ -87,7 +87,7 @@ class Loop:
         self._components = machinery.experiment.components
         self.best: dict[str, Any] = run_state.get("best", {})
         self._committed_at = time.monotonic()
-        self._step_seconds = 0.0
+        self._step_seconds: float | None = None
 
     # ------------------------------------------------------------------ stages
 
@@ -145,7 +145,7 @@ class Loop:
         epoch, stage = progress.epoch, self._m.evaluation
         if not self._settings.training.evaluation_interval:
             return self._without_validation(progress)
-        self._report(progress, stage="evaluation")
+        self.report(progress)
         updates = self._settings.logging.eval_updates
         with ProgressBar(f"val {epoch}", stage.num_rounds, 0, updates, enabled=self._shows_bars) as bar:
             for stopped in stage.run(epoch, self._m.stop_requests.asked):
@@ -188,7 +188,8 @@ class Loop:
         return report.verdict.commit or (every is not None and report.step % every == 0)
 
     def _after_step(self, epoch: int, report: StepReport) -> None:
-        self._step_seconds = report.seconds if report.step == 1 else 0.9 * self._step_seconds + 0.1 * report.seconds
+        known = report.seconds if self._step_seconds is None else self._step_seconds
+        self._step_seconds = 0.9 * known + 0.1 * report.seconds
         if report.verdict.skipped:
             LOGGER.warning(
                 "Epoch %d, step %d skipped on all ranks: a loss or gradient is not finite.", epoch, report.step
@@ -198,7 +199,7 @@ class Loop:
             self._m.training.flush()
             self._log_step(epoch, report, (report.step - 1) % every + 1)
         if self._m.processes.is_rank_zero and self._m.status.is_due():
-            self._report(
+            self.report(
                 Progress(TRAINING, epoch, report.step), num_steps=report.num_steps, eta=self._eta(epoch, report)
             )
 
@@ -217,10 +218,12 @@ class Loop:
         """Return the seconds left: of the experiment if its last epoch is known, else of the epoch."""
         last_epoch = getattr(self._components.early_stopper, "max_epochs", None) or epoch
         num_steps = report.num_steps - report.step + max(0, last_epoch - epoch) * report.num_steps
-        return num_steps * self._step_seconds
+        return num_steps * (self._step_seconds or 0.0)
 
     def _weights(self) -> dict[str, float]:
-        return {name: self._components.loss_weighter.get_loss_weight(name) for name in self._settings.register_names}
+        return {
+            name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._settings.register_names
+        }
 
     # ------------------------------------------------------------------ commits
 
@@ -229,7 +232,7 @@ class Loop:
         if self._m.processes.is_rank_zero:
             self._m.store.commit(changes(), progress, self._run_state())
             self._publisher.publish(self.recorded_epoch(progress))
-            self._report(progress)
+            self.report(progress)
         self._committed_at = time.monotonic()
 
     def commit_prepared(self, progress: Progress) -> None:
@@ -249,10 +252,11 @@ class Loop:
             "grad_scaler": self._m.engine.scaler.state_dict(),
         }
 
-    def _report(self, progress: Progress, **more: Any) -> None:
+    def report(self, progress: Progress, state: str = "running", **more: Any) -> None:
+        """Let the status file say where the run is."""
         if self._m.processes.is_rank_zero:
             last = latest_values(self._m.records.losses, "val")
-            self._m.status.update(state="running", progress=progress.as_json(), last=last, best=self.best, **more)
+            self._m.status.write(state=state, progress=progress.as_json(), last=last, best=self.best, **more)
 
     @property
     def _shows_bars(self) -> bool:

@@ -15,22 +15,31 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _MOST_CHARACTERS = 200
 
 
-def check_name(name: str) -> str:
-    """Return ``name`` if it is a safe experiment name; nothing else may ever become part of a path."""
+def check_name(name: str, what: str = "experiment name") -> str:
+    """Return ``name`` if it is a safe name; nothing else may ever become part of a path."""
     segments = name.split("/")
     if len(name) > _MOST_CHARACTERS or not all(_SEGMENT.fullmatch(segment) for segment in segments):
         raise UsageError(
-            f"The experiment name must be at most {_MOST_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
+            f"The {what} must be at most {_MOST_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
             f"and no part of it may start with '.', but it is {name!r} instead."
         )
     if name.startswith("-"):
-        raise UsageError(f"The experiment name must not start with '-', but it is {name!r} instead.")
+        raise UsageError(f"The {what} must not start with '-', but it is {name!r} instead.")
     return name
 
 
 def data_home(option: str | None) -> Path:
     """Return the data home: the option, else the environment variable, else the current directory."""
     return Path(option or os.environ.get(DATA_HOME_VARIABLE) or ".").absolute()
+
+
+def number_variable(name: str, default: float) -> float:
+    """Return a number that the environment may set."""
+    text = os.environ.get(name)
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"The environment variable {name} must be a number, but is {text!r} instead.") from None
 
 
 @dataclass(frozen=True)

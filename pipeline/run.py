@@ -244,7 +244,7 @@ class _Run:
 
     def _conclude(self, machinery: Machinery, loop: Loop, progress: Progress) -> None:
         outcome = "finished" if progress.is_finished else "stopped"
-        machinery.status.update(state=outcome, progress=progress.as_json())
+        loop.report(progress, state=outcome)
         reason = (
             ""
             if progress.is_finished

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.experiments import write_experiment
 
 from pipeline.runtime.logs import stop_logging
+from pipeline.runtime.signals import STOP_SIGNALS
+from tests.support.experiments import write_experiment
 
 
-@pytest.fixture()
+@pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A data home with the tiny experiment in it."""
     write_experiment(tmp_path)
@@ -23,10 +24,10 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def leave_no_trace() -> Iterator[None]:
     """Undo what a run inside this process sets, and fail if a test leaks environment variables."""
-    monkeypatch.delenv("GORIDEEPSTYLE_DATA_HOME", raising=False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    os.environ.pop("GORIDEEPSTYLE_DATA_HOME", None)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = dict(os.environ)
     sys.dont_write_bytecode, wrote = True, sys.dont_write_bytecode
     yield

@@ -61,7 +61,8 @@ def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
             raise UsageError(f"No template {arguments.template!r}; there are {', '.join(known)}.")
         return templates_folder() / str(arguments.template)
     other = paths.other(arguments.other)
-    for folder in (other.settings, other.results):
+    # What ran is the frozen copy, with the overrides it was started with.
+    for folder in (other.results, other.settings):
         if (folder / "pymodules").is_dir():
             return folder
     known = settings_names(paths.home)

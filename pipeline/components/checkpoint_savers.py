@@ -28,6 +28,8 @@ class PeriodicCheckpointSaver(BaseCheckpointSaver):
     """Keeps every ``every_epochs``-th epoch."""
 
     def __init__(self, every_epochs: int = 1, num_to_keep: int | None = None) -> None:
+        if every_epochs < 1:
+            raise ValueError(f"every_epochs must be 1 or more, but is {every_epochs} instead.")
         self.every_epochs, self.num_to_keep = every_epochs, num_to_keep
         self._is_due = False
 

@@ -45,7 +45,10 @@ class CategoryCounter(BaseDataCounter):
         self.counts = [0] * num_categories
 
     def count(self, dataset_name: str, metadata_point: dict[str, Any]) -> None:
-        self.counts[int(metadata_point[self.key])] += 1
+        category = int(metadata_point[self.key])
+        if not 0 <= category < len(self.counts):
+            raise ValueError(f"{self.key!r} must be from 0 to {len(self.counts) - 1}, but is {category}")
+        self.counts[category] += 1
 
     def class_weights(self) -> torch.Tensor:
         """Return weights inverse to the frequency, with mean 1 over the points; 0 for what never occurs."""

@@ -89,7 +89,8 @@ class WarmupScheduler(BaseScheduler):
         self.num_steps = num_steps
         if self.is_warming_up:
             self._set_rates(0)
-        self.then.before_train_epoch(num_steps)
+        else:
+            self.then.before_train_epoch(num_steps)
 
     def after_train_step(self, step: int) -> None:
         if self.is_warming_up:

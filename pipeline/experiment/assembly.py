@@ -19,7 +19,8 @@ from pipeline.experiment.checks import (
     read_splits,
     unevaluated_registers,
 )
-from pipeline.experiment.contracts import Components, ContractReader
+from pipeline.experiment.contracts import ContractReader
+from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
 from pipeline.experiment.settings import Settings
 from pipeline.experiment.user_code import user_problem
@@ -75,7 +76,8 @@ def _read_components(folder: Path, settings: Settings) -> Components:
     loader = PymoduleLoader(folder, settings.training.seed)
     reader = ContractReader(loader.load())
     components = reader.read()
-    _raise(loader.problems + reader.problems + list(name_problems(components, settings, folder)))
+    misfits = name_problems(components, settings, folder, loader.failed_families)
+    _raise(list(dict.fromkeys([*loader.problems, *reader.problems, *misfits])))
     return components
 
 
@@ -112,7 +114,7 @@ def _create_optimizers(components: Components, folder: Path) -> dict[str, Optimi
         where = folder / "optim_sched" / f"{name}.py"
         try:
             optimizer = definition.create_optimizer(components.all_modules)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidExperiment([user_problem(error, folder, str(where), "create_optimizer must work")]) from error
         if not isinstance(optimizer, Optimizer):
             what = f"create_optimizer must return a torch optimizer, but returns {type(optimizer).__name__}"
@@ -138,7 +140,7 @@ def _create_schedulers(components: Components, optimizers: dict[str, Optimizer],
         where = folder / "optim_sched" / f"{name}.py"
         try:
             schedulers[name] = definition.create_scheduler(optimizers[name])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidExperiment([user_problem(error, folder, str(where), "create_scheduler must work")]) from error
         for method in ("initialize", "before_train_epoch", "after_train_step", "after_train_epoch", "save", "load"):
             if not callable(getattr(schedulers[name], method, None)):

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
+from pipeline.components import RegisterEarlyStopper, StaticLossWeighter
 from pipeline.errors import Problem, nearest
-from pipeline.experiment.contracts import Components
+from pipeline.experiment.definitions import Components
 from pipeline.experiment.settings import Settings
 from pipeline.experiment.user_code import user_problem
 
@@ -19,22 +20,44 @@ Splits = dict[str, dict[str, np.ndarray]]
 _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
 
 
-def name_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
-    """Yield names that do not match across files."""
-    yield from _dataset_file_problems(components, folder)
-    yield from _register_problems(components, settings, folder)
-    for name, counter in components.data_counters.items():
+def name_problems(components: Components, settings: Settings, folder: Path, failed: set[str]) -> Iterator[Problem]:
+    """Yield names that do not match across files; families with a file that failed to import are not judged."""
+    yield from _dataset_file_problems(components, folder, failed)
+    yield from _register_problems(components, settings, folder, failed)
+    for name, counter in components.data_counters.items() if "datasets" not in failed else ():
         for dataset in sorted(set(counter.dataset_names) - set(components.datasets)):
             where = str(folder / "data_counters" / f"{name}.py")
             yield Problem(where, f"dataset_names has {dataset!r}, {_available(dataset, list(components.datasets))}")
+        for dataset in sorted(set(counter.dataset_names) & set(components.datasets)):
+            if not callable(getattr(components.datasets[dataset], "getitem_metadata", None)):
+                where = str(folder / "datasets" / f"{dataset}.py")
+                yield Problem(
+                    where, f"dataset must have a method getitem_metadata, because data counter {name!r} uses it"
+                )
+    yield from _policy_problems(components, settings, folder)
     if components.modules and not components.trained_modules:
         frozen = ", ".join(components.frozen_modules)
         yield Problem(str(folder / "modules"), f"at least one module must be trained, but all are frozen: {frozen}")
 
 
-def _dataset_file_problems(components: Components, folder: Path) -> Iterator[Problem]:
+def _policy_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield what the ready policies say about registers that do not exist, or an end that never comes."""
+    known = list(settings.register_names)
+    stopper, weighter = components.early_stopper, components.loss_weighter
+    if isinstance(stopper, RegisterEarlyStopper) and stopper.register not in known:
+        yield Problem(
+            str(folder / "early_stopper.py"), f"register {stopper.register!r}, {_available(stopper.register, known)}"
+        )
+    for name in sorted(set(weighter.weights) - set(known)) if isinstance(weighter, StaticLossWeighter) else []:
+        yield Problem(str(folder / "loss_weighter.py"), f"weights has {name!r}, {_available(name, known)}")
+    if settings.training.evaluation_interval == 0 and getattr(stopper, "max_epochs", 1) is None:
+        what = "needs max_epochs, because evaluation_interval is 0 and patience alone would never end the training"
+        yield Problem(str(folder / "early_stopper.py"), what)
+
+
+def _dataset_file_problems(components: Components, folder: Path, failed: set[str]) -> Iterator[Problem]:
     datasets = list(components.datasets)
-    for family in _PER_DATASET:
+    for family in () if "datasets" in failed else sorted(set(_PER_DATASET) - failed):
         present = getattr(components, family)
         for dataset in sorted(set(datasets) - set(present)):
             yield Problem(str(folder / family / f"{dataset}.py"), f"file is missing for dataset {dataset!r}")
@@ -43,7 +66,7 @@ def _dataset_file_problems(components: Components, folder: Path) -> Iterator[Pro
             yield Problem(where, f"must be named like a dataset, {_available(name, datasets)}")
 
 
-def _register_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+def _register_problems(components: Components, settings: Settings, folder: Path, failed: set[str]) -> Iterator[Problem]:
     known = list(settings.register_names)
     settings_file = str(folder.parent / "settings" / "loss_registers.json")
     for name, count in Counter(known).items():
@@ -56,7 +79,7 @@ def _register_problems(components: Components, settings: Settings, folder: Path)
         for register in sorted(set(definition.loss_registers) - set(known)):
             yield Problem(where, f"loss_registers has {register!r}, {_available(register, known)}")
     fed = {name for definition in components.module_transforms.values() for name in definition.loss_registers}
-    for register in sorted(set(known) - fed):
+    for register in sorted(set(known) - fed) if "module_transforms" not in failed else ():
         yield Problem(settings_file, f"register {register!r} is fed by no module transform")
 
 
@@ -72,7 +95,7 @@ def read_splits(components: Components, folder: Path) -> tuple[Splits, list[Prob
         where = str(folder / "datasets" / f"{name}.py")
         try:
             splits[name] = {split: _indices(dataset, split) for split in ("train", "val")}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             must = "get_split_idxs must return the indices of a split"
             problems.append(user_problem(error, folder, where, must))
             continue
@@ -85,6 +108,8 @@ def _indices(dataset: Any, split: str) -> np.ndarray:
     indices = np.asarray(dataset.get_split_idxs(split))
     if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
         raise TypeError(f"{split!r} must be a list of integers, but has shape {indices.shape} of {indices.dtype}")
+    if len(np.unique(indices)) < len(indices):
+        raise ValueError(f"{split!r} must name each point once, but has {len(indices) - len(np.unique(indices))} twice")
     return indices.astype(np.int64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,17 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pipeline.errors import Problem, nearest
+from pipeline.experiment.definitions import (
+    Components,
+    DataCounter,
+    DataLoading,
+    DataTransforms,
+    LoaderArguments,
+    ModuleDefinition,
+    ModuleTransformDefinition,
+    OptimSched,
+    WeightSource,
+)
 
 _UNSAFE_LOADER_ARGUMENTS = {
     "shuffle": "the epoch's plan shuffles",
@@ -24,6 +35,12 @@ _UNSAFE_LOADER_ARGUMENTS = {
     "collate_fn": "define collate_fn beside the arguments",
     "dataset": "the dataset of the same name is used",
 }
+_LOADER_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
+    "pin_memory": (bool,),
+    "persistent_workers": (bool,),
+    "timeout": (int, float),
+}
+_MODULE_SETTING_TYPES = {"frozen": bool, "compile": bool, "strict": bool, "strip_prefix": str, "key_map": dict}
 _LOSS_WEIGHTER_METHODS = {
     "before_train_epoch": 1,
     "after_train_step": 1,
@@ -32,105 +49,6 @@ _LOSS_WEIGHTER_METHODS = {
     "after_eval_epoch": 1,
     "get_loss_weight": 1,
 }
-
-
-@dataclass(frozen=True)
-class LoaderArguments:
-    """How one split of a dataset is loaded."""
-
-    batch_size: int
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    point_size: int = 1
-    pin_memory: bool = False
-    timeout: float = 0
-    persistent_workers: bool = True
-    multiprocessing_context: str | None = None
-
-    @property
-    def batch_items(self) -> int:
-        return self.batch_size * self.point_size
-
-
-@dataclass(frozen=True)
-class DataLoading:
-    train: LoaderArguments
-    eval: LoaderArguments
-    collate_fn: Callable[[list[Any]], Any] = default_collate
-
-
-@dataclass(frozen=True)
-class DataTransforms:
-    train: Callable[[Any], Any]
-    eval: Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class DataCounter:
-    counter: Any
-    dataset_names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class WeightSource:
-    """Where initial weights come from and how their keys are renamed."""
-
-    ckp_name: str | None = None
-    exp_name: str | None = None
-    ckp_pool_name: str | None = None
-    module_name: str | None = None
-    strict: bool = True
-    strip_prefix: str = ""
-    key_map: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ModuleDefinition:
-    module: nn.Module
-    frozen: bool = False
-    compile: bool = False
-    source: WeightSource | None = None
-
-
-@dataclass(frozen=True)
-class ModuleTransformDefinition:
-    create: Callable[..., Any]
-    loss_registers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class OptimSched:
-    create_optimizer: Callable[[dict[str, nn.Module]], Any]
-    create_scheduler: Callable[[Any], Any]
-    scheduler_start_epoch: int = 1
-
-
-@dataclass(frozen=True)
-class Components:
-    """All that an experiment's pymodules define, by name."""
-
-    datasets: dict[str, Any]
-    data_counters: dict[str, DataCounter]
-    data_transforms: dict[str, DataTransforms]
-    dataloaders: dict[str, DataLoading]
-    modules: dict[str, ModuleDefinition]
-    module_transforms: dict[str, ModuleTransformDefinition]
-    optim_sched: dict[str, OptimSched]
-    checkpoint_saver: Any
-    early_stopper: Any
-    loss_weighter: Any
-
-    @property
-    def trained_modules(self) -> dict[str, nn.Module]:
-        return {name: entry.module for name, entry in self.modules.items() if not entry.frozen}
-
-    @property
-    def frozen_modules(self) -> dict[str, nn.Module]:
-        return {name: entry.module for name, entry in self.modules.items() if entry.frozen}
-
-    @property
-    def all_modules(self) -> dict[str, nn.Module]:
-        return {name: entry.module for name, entry in self.modules.items()}
 
 
 class ContractReader:
@@ -181,7 +99,7 @@ class ContractReader:
             return None
         try:
             transform = create()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return self._broken(module, name, f"must be creatable without arguments, but raises {error!r}")
         self._check_methods(module, name, transform, {"__call__": 1})
         return transform
@@ -201,14 +119,19 @@ class ContractReader:
         if not isinstance(given, Mapping):
             return self._broken(module, name, f"must be a dict, but is {given!r}") if given is not None else given
         known = [entry.name for entry in fields(LoaderArguments)]
-        for key in sorted(set(given) - set(known)):
+        for key in sorted(set(given) - set(known), key=str):
             reason = _UNSAFE_LOADER_ARGUMENTS.get(key)
             what = f"is not allowed: {reason}" if reason else f"is unknown; allowed are {', '.join(known)}"
             self._broken(module, f"{name}[{key!r}]", what + ("" if reason else nearest(key, known)))
         for key, least in {"batch_size": 1, "num_workers": 0, "point_size": 1, "prefetch_factor": 1}.items():
             value = given.get(key, least)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            if value is None and key == "prefetch_factor":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 self._broken(module, f"{name}[{key!r}]", f"must be an integer of {least} or more, but is {value!r}")
+        for key, kinds in _LOADER_ARGUMENT_TYPES.items():
+            if key in given and not isinstance(given[key], kinds):
+                self._broken(module, f"{name}[{key!r}]", f"has a wrong type: {given[key]!r}")
         if "batch_size" not in given:
             return self._broken(module, f"{name}['batch_size']", "is missing")
         return LoaderArguments(**{key: given[key] for key in known if key in given})
@@ -229,10 +152,13 @@ class ContractReader:
             "strip_prefix",
             "key_map",
         ]
-        for key in sorted(set(given) - set(known)):
+        for key in sorted(set(given) - set(known), key=str):
             self._broken(
                 module, f"settings[{key!r}]", f"is unknown; allowed are {', '.join(known)}{nearest(key, known)}"
             )
+        for key, kind in _MODULE_SETTING_TYPES.items():
+            if key in given and not isinstance(given[key], kind):
+                self._broken(module, f"settings[{key!r}]", f"must be of type {kind.__name__}, but is {given[key]!r}")
         frozen, compiled = bool(given.get("frozen", False)), bool(given.get("compile", False))
         return ModuleDefinition(network, frozen, compiled, self._weight_source(module, given))
 
@@ -246,7 +172,8 @@ class ContractReader:
         if not source:
             return None
         allowed = [*needed, "strict", "strip_prefix", "key_map"]
-        if not isinstance(source, Mapping) or set(needed) - set(source) or set(source) - set(allowed):
+        is_named = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in needed)
+        if not is_named or set(source) - set(allowed):
             return self._broken(
                 module, "settings", f"weights must come from a dict of {', '.join(needed)}, but it is {source!r}"
             )
@@ -258,6 +185,8 @@ class ContractReader:
             self._broken(
                 module, "ModuleTransform", "must be creatable as ModuleTransform(data_counters, device, logger)"
             )
+        elif inspect.isclass(create) and not _takes(inspect.getattr_static(create, "__call__", list), 3):
+            self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
 
     def _optim_sched(self, module: ModuleType) -> OptimSched:
@@ -307,6 +236,8 @@ class ContractReader:
         if not hasattr(module, name):
             defined = [word for word in vars(module) if not word.startswith("_")]
             self._broken(module, name, f"is not defined{nearest(name, defined)}")
+        elif getattr(module, name) is None:
+            self._broken(module, name, "must not be None")
         return getattr(module, name, None)
 
     def _broken(self, module: ModuleType, name: str, what: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class Document:
         return f"{self.path}:{line}"
 
 
+def parse_json(text: str) -> Any:
+    """Parse a text as strictly as a settings file, or raise ValueError."""
+    document = Document(Path(), text)
+    _Scanner(document).scan()
+    return document.value
+
+
 def read_document(path: Path) -> Document:
     """Read a settings file, or raise InvalidExperiment with line, column and likely cause."""
     document = Document(path, _read_text(path))
@@ -60,7 +68,8 @@ def read_document(path: Path) -> Document:
 
 def _read_text(path: Path) -> str:
     if not path.is_file():
-        raise InvalidExperiment([Problem(str(path), "must be a file, but there is none")])
+        found = "is something else" if path.exists() else "there is none"
+        raise InvalidExperiment([Problem(str(path), f"must be a file, but {found}")])
     if path.stat().st_size > _MOST_BYTES:
         size = path.stat().st_size
         raise InvalidExperiment([Problem(str(path), f"must be at most {_MOST_BYTES} bytes, but has {size}")])
@@ -106,11 +115,14 @@ class _Scanner:
         if opening in ("N", "I") or self._text.startswith("-I", at):
             raise self._error("Not a JSON value", at)
         try:
-            return self._decoder.raw_decode(self._text, at)
+            value, end = self._decoder.raw_decode(self._text, at)
         except JSONDecodeError:
             raise
         except ValueError:
             raise self._error("Number with too many digits", at) from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._error("Number out of range", at)
+        return value, end
 
     def _object(self, at: int, path: JsonPath) -> tuple[dict[str, Any], int]:
         found: dict[str, Any] = {}

@@ -55,7 +55,9 @@ class PersistedParts:
 
     def evaluated_epoch(self, epoch: int, committed: Iterable[str]) -> Changes:
         """The verdicts after an evaluation; pools are new names for the weights of ``last``."""
-        weights = {name: self._components.loss_weighter.get_loss_weight(name) for name in self._records.losses["val"]}
+        weights = {
+            name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._records.losses["val"]
+        }
         weight_file = {
             f"loss_weight_data/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights})
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from types import ModuleType
 
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.user_code import user_problem
+from pipeline.paths import number_variable
 from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.signals import TimeLimit
 
@@ -44,6 +44,7 @@ class PymoduleLoader:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.problems = folder, list[Problem]()
+        self.failed_families: set[str] = set()
         self._seed = seed
         self._package = f"_experiment_pymodules_{next(_packages)}"
 
@@ -56,14 +57,16 @@ class PymoduleLoader:
         found: dict[str, dict[str, ModuleType]] = {family: {} for family in ("", *FAMILIES)}
         for family, path in self._files():
             module = self._import(family, path)
-            if module is not None:
+            if module is None:
+                self.failed_families.add(family)
+            else:
                 found[family][path.stem] = module
         return found
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for family in FAMILIES:
             for path in sorted((self.folder / family).glob("*.py")):
-                if not is_ignored(path.name) and path.name != "__init__.py":
+                if path.is_file() and not is_ignored(path.name) and path.name != "__init__.py":
                     yield family, path
         for single in SINGLES:
             if (path := self.folder / f"{single}.py").is_file():
@@ -86,7 +89,7 @@ class PymoduleLoader:
         if not _NAME.fullmatch(path.stem):
             self.problems.append(Problem(str(path), "file name must be made of letters, digits, '_' and '-'"))
             return None
-        seconds = float(os.environ.get(IMPORT_TIME_LIMIT_VARIABLE, "600"))
+        seconds = number_variable(IMPORT_TIME_LIMIT_VARIABLE, 600)
         # Modules draw their initial weights while they are imported: each file has a key of its own.
         key_generators(self._seed, "pymodule", family, path.stem)
         try:

@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any, cast
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError
 
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.json_files import Document
 
+# JSON Schema takes 7.0 for an integer; here it would make another key of everything random than 7 does.
+_Validator = validators.extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator,
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda checker, value: isinstance(value, int) and not isinstance(value, bool)
+    ),
+)
 SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 
 
@@ -25,7 +32,7 @@ def schema(name: str) -> dict[str, Any]:
 
 def schema_problems(document: Document, name: str) -> list[Problem]:
     """Return every violation in the order in which the file shows them."""
-    errors = Draft202012Validator(schema(name)).iter_errors(document.value)
+    errors = _Validator(schema(name)).iter_errors(document.value)
     leaves = [leaf for error in errors for leaf in _leaves(error)]
     leaves.sort(key=lambda error: document.offsets.get(tuple(error.absolute_path), 0))
     return [problem for error in leaves for problem in _problems(document, error)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
-from pipeline.experiment.json_files import Document, read_document
+from pipeline.experiment.json_files import Document, parse_json, read_document
 from pipeline.experiment.schema_problems import SETTINGS_FILES, schema, schema_problems
 
 Contents = dict[str, dict[str, Any]]
@@ -169,11 +169,13 @@ def _rules_of(rules: dict[str, Any], key: str, override: str) -> dict[str, Any]:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text)
+    except (ValueError, RecursionError):
         return text
 
 
 def differing_overrides(contents: Contents, overrides: tuple[str, ...]) -> list[str]:
     """Return the overrides that would change settings already frozen."""
+    if _overridden(contents, overrides) == contents:
+        return []
     return [override for override in overrides if _overridden(contents, (override,)) != contents]

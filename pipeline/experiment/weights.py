@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
-from pipeline.experiment.contracts import Components, ModuleDefinition, WeightSource
-from pipeline.paths import ExperimentPaths, pool_file
+from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
+from pipeline.paths import ExperimentPaths, check_name, pool_file
 
 _SHOWN = 10
 
@@ -41,8 +41,8 @@ def load_initial_weights(components: Components, paths: ExperimentPaths, folder:
 
 def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
     if source.ckp_name is not None:
-        path = paths.module_ckps / source.ckp_name
-        path = path if path.suffix else path.with_suffix(".pt")
+        path = paths.module_ckps / check_name(source.ckp_name, "ckp_name")
+        path = path if path.is_file() else path.with_name(f"{path.name}.pt")
         if not path.is_file():
             present = sorted(entry.name for entry in paths.module_ckps.glob("*")) if paths.module_ckps.is_dir() else []
             listed = ", ".join(present) or "no files"
@@ -51,7 +51,11 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
             )
         return path
     other = paths.other(str(source.exp_name))
-    path = pool_file(other.data, str(source.ckp_pool_name), str(source.module_name))
+    pool, module = (
+        check_name(str(source.ckp_pool_name), "ckp_pool_name"),
+        check_name(str(source.module_name), "module_name"),
+    )
+    path = pool_file(other.data, pool, module)
     if not path.is_file():
         pools = sorted(entry.name for entry in (other.data / "module_ckps").glob("*"))
         modules = sorted(entry.stem for entry in path.parent.glob("*.pt"))
@@ -67,16 +71,21 @@ def _fill(definition: ModuleDefinition, source: WeightSource, path: Path) -> Ite
     try:
         loaded = load_tensors(path)
     except pickle.UnpicklingError as error:
-        yield f"{path} must hold tensors only, but loading it would run code: {str(error).splitlines()[0]}"
+        yield f"{path} must hold tensors only, but is damaged or would run code when loaded: {_first_line(error)}"
         return
-    except (RuntimeError, EOFError, OSError) as error:
-        yield f"{path} must be a file of weights, but cannot be read: {str(error).splitlines()[0]}"
+    except Exception as error:
+        # Whatever a file that is no checkpoint makes torch's reader raise.
+        yield f"{path} must be a file of weights, but cannot be read: {_first_line(error)}"
         return
     weights = _renamed(loaded, source)
     if not isinstance(weights, Mapping):
         yield f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}"
         return
     yield from _misfits(definition.module, weights, source, path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _renamed(loaded: Any, source: WeightSource) -> Any:

@@ -56,14 +56,22 @@ def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
     """Complete a reset that has renamed the results away; its trash tells that one has begun."""
     if not paths.trash.exists():
         return
-    for entry in sorted(paths.logs.iterdir()) if paths.logs.is_dir() else []:
-        if entry not in _open_log_folders():
-            disk.remove_tree(entry)
+    if paths.logs.is_dir():
+        _clear(paths.logs, _open_log_folder(), disk)
     disk.remove_tree(paths.trash)
     LOGGER.info("Deleted the results and logs of %s.", paths.name)
 
 
-def _open_log_folders() -> list[Path]:
-    """Return the folders above the error file that the current torchrun has given this process."""
+def _clear(folder: Path, spared: Path | None, disk: Disk) -> None:
+    """Remove all in a folder but one folder somewhere below it."""
+    for entry in sorted(folder.iterdir()):
+        if spared is not None and entry in spared.parents:
+            _clear(entry, spared, disk)
+        elif entry != spared:
+            disk.remove_tree(entry)
+
+
+def _open_log_folder() -> Path | None:
+    """Return the folder into which the current torchrun writes: LOG_DIR/RUN/attempt_N/LOCAL_RANK/error.json."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return list(Path(error_file).absolute().parents) if error_file else []
+    return Path(error_file).absolute().parents[2] if error_file else None

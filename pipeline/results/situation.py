@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
+from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line
 from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.paths import STATE_FILE, ExperimentPaths, results_names, settings_names
 from pipeline.progress import Progress
@@ -59,8 +59,8 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
     stands = f"it stands at {found.progress}" if found.progress else "its state file is damaged"
     raise StateConflict(
         f"Experiment {paths.name!r} has unfinished results: {stands}.\n"
-        f"  to continue:    training_pipeline.py {paths.name} --resume\n"
-        f"  to start again: training_pipeline.py {paths.name} --reset    (deletes its results and logs)"
+        f"  to continue:    {command_line(paths.name, paths.home, '--resume')}\n"
+        f"  to start again: {command_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
     )
 
 

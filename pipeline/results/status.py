@@ -18,18 +18,16 @@ class StatusFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._values: dict[str, Any] = {}
         self._written = float("-inf")
         self._has_warned = False
 
     def is_due(self) -> bool:
         return time.monotonic() - self._written >= SECONDS_BETWEEN_UPDATES
 
-    def update(self, **values: Any) -> None:
-        """Take in new values and write all known ones."""
-        self._values |= values
+    def write(self, **values: Any) -> None:
+        """Replace what the file says."""
         self._written = time.monotonic()
-        content = json.dumps({**self._values, "updated": time.strftime("%Y-%m-%d %H:%M:%S%z")}, indent=1) + "\n"
+        content = json.dumps({**values, "updated": time.strftime("%Y-%m-%d %H:%M:%S%z")}, indent=1) + "\n"
         # Beside its target, so that the rename stays on one file system.
         staging = self._path.with_name(f".{self._path.name}.new")
         try:

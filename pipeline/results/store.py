@@ -216,8 +216,19 @@ class ResultsStore:
         self._parent = (self._read_manifest(manifest.parent) if manifest.parent else None) or Manifest()
         self._clear_temp_data()
         self._show({**manifest.files, **dict(self._all_sealed())})
+        self._warn_of_pools()
         if named == manifest.generation:
             self._sweep()
+
+    def _warn_of_pools(self) -> None:
+        """Name committed files that nobody reads to go on but whose size shows that they are damaged."""
+        sizes = {
+            path: (self._paths.generations / entry.object, entry.digest.size)
+            for path, entry in self.current.files.items()
+        }
+        odd = [path for path, (file, size) in sizes.items() if not file.is_file() or file.stat().st_size != size]
+        if odd:
+            LOGGER.warning("Damaged, but not needed to go on: %s", ", ".join(odd))
 
     def _clear_temp_data(self) -> None:
         self._disk.make_scratch_folder(self._paths.temp_data)

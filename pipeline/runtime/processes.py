@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import PipelineError, UsageError
+from pipeline.paths import number_variable
 
 Result = TypeVar("Result")
 _CPU = torch.device("cpu")
-COLLECTIVE_TIMEOUT = timedelta(minutes=float(os.environ.get("GORIDEEPSTYLE_TIMEOUT_MINUTES", "30")))
+TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Processes:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, timeout=timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30)))
         return cls(int(os.environ.get("RANK", "0")), world_size, device)
 
     def leave(self) -> None:

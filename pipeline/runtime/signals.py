@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 SECONDS_BETWEEN_LOOKS = 1.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequests:
@@ -26,8 +26,10 @@ class StopRequests:
         self._looked = time.monotonic()
 
     def listen(self) -> None:
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._handle)
+        for number in STOP_SIGNALS:
+            # Whoever started this process under nohup wants it to outlive the terminal.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT":
@@ -56,7 +58,7 @@ class StopRequests:
 
 def ignore_stop_signals() -> None:
     """For loader workers: the training process decides when they end."""
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

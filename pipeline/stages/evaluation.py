@@ -45,7 +45,7 @@ class EvaluationStage:
         """
         weighter = self._experiment.components.loss_weighter
         weighter.before_eval_epoch(self._records.losses)
-        self._engine.share_buffers()
+        self._engine.buffers.share()
         self._experiment.set_training(False)
         own = list(enumerate(self._places))[self._processes.rank :: self._processes.world_size]
         points = self._runner.points(epoch)

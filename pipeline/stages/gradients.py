@@ -15,9 +15,10 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
+from pipeline.stages.buffers import BatchNormStatistics, SharedBuffers
 
 _NUM_WISHES = 3
-Compute = Callable[[], tuple[list[torch.Tensor], torch.Tensor]]
+Compute = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class GradientEngine:
         modules = list(experiment.components.trained_modules.values())
         self._modules = StepModule(modules, processes.device)
         self._weights = list(self._modules.weights)
-        buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._buffers = sorted(buffers, key=lambda buffer: -buffer.element_size())
+        self._statistics = BatchNormStatistics(modules, processes)
+        self.buffers = SharedBuffers(modules, self._statistics, processes)
         self._parameters = {
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for name, optimizer in experiment.optimizers.items()
@@ -126,16 +127,10 @@ class GradientEngine:
         self._engine(lambda: torch.stack([touch(parameter) for parameter in in_order]).sum()).backward()  # type: ignore[no-untyped-call]
         self._forget()
 
-    def share_buffers(self) -> None:
-        """Give every rank rank zero's buffers, so that nothing depends on what a lost process had seen."""
-        if self._processes.world_size == 1 or not self._buffers:
-            return
-        # Wider types come first, so that every slice of the bytes is aligned for its type.
-        flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._buffers])
-        self._processes.send_from_rank_zero(flat)
-        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers]
-        for buffer, part in zip(self._buffers, flat.split(sizes), strict=True):
-            buffer.copy_(part.view(buffer.dtype).view_as(buffer))
+    def begin_step(self) -> None:
+        """Let every rank start from the same buffers."""
+        self.buffers.share()
+        self._statistics.begin_step()
 
     @property
     def loss_scale(self) -> int:
@@ -145,36 +140,37 @@ class GradientEngine:
     def backward(self, compute: Compute, wishes: Wishes | None) -> None:
         """Add the gradients of one batch; the rank's last batch of a step brings its wishes and is reduced.
 
-        ``compute`` returns the batch's terms of the step's loss and a sum that is finite if all losses are.
+        ``compute`` returns the batch's terms of the step's loss and the sums that must be finite.
         """
 
         def with_signals() -> torch.Tensor:
-            healths: list[torch.Tensor] = []
-            message = lambda: self._message(healths[0], wishes)  # noqa: E731
+            sums: list[torch.Tensor] = []
+            message = lambda: self._message(sums, wishes)  # noqa: E731
             carried = _Carry.apply(self._modules.signals, message)  # type: ignore[no-untyped-call]
-            terms, health = compute()
-            healths.append(health)
+            terms, found = compute()
+            sums += found
             if wishes is not None and self._processes.world_size > 1:
                 terms.append(_Touch.apply(*self._weights))  # type: ignore[no-untyped-call]
             return sum(terms, carried)
 
         with self._no_sync() if wishes is None else contextlib.nullcontext():
             self.scaler.scale(self._engine(with_signals)).backward()
+        self._statistics.after_batch()
 
-    def _message(self, health: torch.Tensor, wishes: Wishes | None) -> torch.Tensor:
+    def _message(self, sums: list[torch.Tensor], wishes: Wishes | None) -> torch.Tensor:
         """Return the signals' gradient; adding a sum zero times changes nothing unless it is not finite."""
         if wishes is None:
             message = torch.zeros_like(self._modules.signals)
         else:
             used = [parameter.grad is not None for parameter in self._weights]
             message = torch.tensor([0.0, wishes.stop, wishes.commit, *used], device=self._processes.device)
-        message[0].add_(health, alpha=0)
+        for total in sums:
+            message[0].add_(total, alpha=0)
         return message
 
     def join_without_batch(self, wishes: Wishes) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
-        zero = torch.zeros((), device=self._processes.device)
-        self.backward(lambda: ([], zero), wishes)
+        self.backward(lambda: ([], []), wishes)
 
     def _no_sync(self) -> Any:
         engine = self._engine
@@ -193,6 +189,7 @@ class GradientEngine:
                 self.scaler.step(optimizer)
         if self.scaler.is_enabled():
             self.scaler.update()
+        self._statistics.end_step(skipped=verdict.skipped)
         self._forget()
         return verdict
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.experiment.contracts import LoaderArguments
+from pipeline.experiment.definitions import LoaderArguments
 from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.signals import ignore_stop_signals
 from pipeline.stages.plan import PlannedBatch

@@ -25,12 +25,12 @@ class LossLedger:
         self._cells: list[tuple[int, int, int]] = []
         self._sums: list[torch.Tensor] = []
 
-    def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Record the losses of one batch and return the sum over all of them, which is not finite if any is not."""
-        sums = [loss.detach().sum(dtype=torch.float64) for loss in losses.values()]
-        self._sums += sums
+    def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Record the losses of one batch and return their sums."""
+        sums = {register: loss.detach().sum(dtype=torch.float64) for register, loss in losses.items()}
+        self._sums += sums.values()
         self._cells += [(row, batch, self._positions[register]) for register in losses]
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        return sums
 
     def collect(self, num_rows: int) -> np.ndarray:
         """Return the totals of all rows per register, added over ranks and batches, and empty the ledger."""

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.experiment.contracts import LoaderArguments
+from pipeline.experiment.definitions import LoaderArguments
 from pipeline.runtime.randomness import keyed_permutation
 
 

@@ -109,7 +109,7 @@ class TrainingStage:
         items = self._num_items(batches)
         shares = self._shares(items)
         rates = self._experiment.learning_rates()
-        self._engine.share_buffers()
+        self._engine.begin_step()
         own = list(enumerate(batches))[self._processes.rank :: self._processes.world_size]
         for count, (position, place) in enumerate(own, 1):
             loading_started = time.perf_counter()
@@ -127,10 +127,12 @@ class TrainingStage:
     def _batch_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         row, position = len(self._pending), key[-1]
 
-        def compute() -> tuple[list[torch.Tensor], torch.Tensor]:
+        def compute() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             losses = self._runner.losses(batch, place, key)
-            health = self._ledger.add(row, position, losses)
-            return [loss.sum() * shares[register] for register, loss in losses.items() if register in shares], health
+            sums = self._ledger.add(row, position, losses)
+            optimised = [register for register in losses if register in shares]
+            terms = [losses[register].sum() * shares[register] for register in optimised]
+            return terms, [sums[register] for register in optimised]
 
         return compute
 
@@ -139,7 +141,7 @@ class TrainingStage:
         is_mean = self._settings.loss_reduction == "mean"
         scale = self._engine.loss_scale
         return {
-            register.name: scale * self._weighter.get_loss_weight(register.name) / (count if is_mean else 1)
+            register.name: scale * float(self._weighter.get_loss_weight(register.name)) / (count if is_mean else 1)
             for register, count in zip(self._experiment.settings.loss_registers, items, strict=True)
             if register.optimize and count
         }

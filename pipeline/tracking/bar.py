@@ -17,10 +17,14 @@ class ProgressBar:
     def __init__(self, title: str, total: int, done: int, updates: int, *, enabled: bool) -> None:
         self._every = max(1, total // updates)
         self._total, self._done = total, done
-        is_shown = enabled and sys.stderr.isatty()
-        self._bar: Any = (
-            tqdm(total=total, initial=done, desc=title, leave=False, dynamic_ncols=True) if is_shown else None
-        )
+        self._bar: Any = None
+        if enabled and sys.stderr.isatty():
+            self._do(lambda _: self._open(title))
+
+    def _open(self, title: str) -> None:
+        # How often it is drawn is decided here, not by tqdm.
+        own_pace: Any = {"miniters": 1, "mininterval": 0}
+        self._bar = tqdm(total=self._total, initial=self._done, desc=title, leave=False, dynamic_ncols=True, **own_pace)
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -28,7 +32,8 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._do(lambda bar: bar.close())
+        if self._bar is not None:
+            self._do(lambda bar: bar.close())
 
     def advance(self, text: str = "") -> None:
         """Count one more round; the bar is drawn a limited number of times per loop."""
@@ -37,10 +42,10 @@ class ProgressBar:
             self._do(lambda bar: (bar.set_postfix_str(text, refresh=False), bar.update(self._done - bar.n)))
 
     def _do(self, action: Any) -> None:
-        if self._bar is None:
-            return
         try:
             action(self._bar)
         except (OSError, ValueError) as error:
+            if self._bar is not None:
+                self._bar.disable = True
             self._bar = None
             LOGGER.warning("The progress bar is gone: %s. Training goes on.", error)

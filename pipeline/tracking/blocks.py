@@ -8,7 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 import pipeline
+from pipeline.arguments import command_line
 from pipeline.components import Losses
 from pipeline.experiment.assembly import Experiment
 from pipeline.paths import ExperimentPaths
@@ -34,7 +37,7 @@ def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experi
     yield _disk_line(paths, experiment)
     yield (
         f"resume: exact at {processes.world_size} processes with {settings.training.gradient_reduction} gradients; "
-        "equal to rounding at any other number"
+        "equal to rounding at another number"
     )
 
 
@@ -57,6 +60,7 @@ def step_lines(num_steps: int, most_batches: int, experiment: Experiment, proces
     """Yield how items make up steps, and what would keep every process busy."""
     wanted = experiment.settings.step_min_items
     yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {most_batches} batches"
+    yield from _lonely_points(experiment)
     if most_batches < processes.world_size:
         batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
         enough = max(batch_items) * (processes.world_size - 1) + 1
@@ -64,6 +68,16 @@ def step_lines(num_steps: int, most_batches: int, experiment: Experiment, proces
             f"WARNING: a step has at most {most_batches} batches, so {processes.world_size - most_batches} of "
             f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
         )
+
+
+def _lonely_points(experiment: Experiment) -> Iterator[str]:
+    """Yield datasets whose last batch has a single point, which BatchNorm cannot normalise."""
+    modules = experiment.components.trained_modules.values()
+    if any(isinstance(layer, _BatchNorm) for module in modules for layer in module.modules()):
+        for name, loading in experiment.components.dataloaders.items():
+            size = len(experiment.splits[name]["train"])
+            if size % loading.train.batch_size == 1:
+                yield f"WARNING: the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
 
 
 def last_block(paths: ExperimentPaths, outcome: str, seconds: float, best: dict[str, Any]) -> Iterator[str]:
@@ -80,7 +94,7 @@ def last_block(paths: ExperimentPaths, outcome: str, seconds: float, best: dict[
 def next_line(paths: ExperimentPaths, progress: Progress) -> str:
     if progress.is_finished:
         return f"next: python -m pipeline new VARIANT --from {paths.name}    (a variant of this experiment)"
-    return f"next: training_pipeline.py {paths.name} --resume    (continues at {progress})"
+    return f"next: {command_line(paths.name, paths.home, '--resume')}    (continues at {progress})"
 
 
 def shown_values(values: dict[str, float | None]) -> str:

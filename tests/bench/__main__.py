@@ -78,7 +78,9 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes], *, gone: bool = Fals
 
 
 def _facts(home: Path, kind: str, started: dict[str, float]) -> dict[str, str]:
-    rounds = {name: [json.loads(line) for line in (home / f"{name}.jsonl").read_text().splitlines()[1:]] for name in started}
+    rounds = {
+        name: [json.loads(line) for line in (home / f"{name}.jsonl").read_text().splitlines()[1:]] for name in started
+    }
     steps = KINDS[kind]["steps"]
     rate = {name: statistics.median(steps / one["seconds"] for one in facts) for name, facts in rounds.items()}
     return {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import Problem
-from pipeline.experiment.contracts import Components, ContractReader
+from pipeline.experiment.contracts import ContractReader
+from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside

@@ -72,7 +72,7 @@ def survey(paths: ExperimentPaths) -> dict[str, bytes]:
     } | {f"stray: {path.relative_to(paths.results)}": b"" for path in files if paths.temp_data in path.parents}
 
 
-@pytest.fixture()
+@pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """A folder in memory: thousands of fsyncs need no disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -165,7 +165,9 @@ def test_failed_sync_is_not_tried_again(tmp_path: Path, expected: tuple[dict[str
     failing = FailingDisk(first_sync, errno.EIO)
     with pytest.raises(PipelineError):
         work(make(tmp_path / "fail"), failing)
-    assert [kind for kind, path in failing.operations if path == failing.operations[first_sync - 1][1]].count("sync") == 1
+    assert [kind for kind, path in failing.operations if path == failing.operations[first_sync - 1][1]].count(
+        "sync"
+    ) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"format": 1}', b"\xff\xfe", b"[]", b"null"])
@@ -217,7 +219,9 @@ def test_nothing_intact_is_refused_and_nothing_deleted(tmp_path: Path) -> None:
     for manifest in paths.generations.glob("*/manifest.json"):
         manifest.write_bytes(b"torn")
     before = {path: path.read_bytes() for path in paths.results.rglob("*") if path.is_file()}
-    with pytest.raises(DamagedResults, match=r"(?s)generations/5/manifest.json, generations/4/manifest.json\..*Nothing was deleted"):
+    with pytest.raises(
+        DamagedResults, match=r"(?s)generations/5/manifest.json, generations/4/manifest.json\..*Nothing was deleted"
+    ):
         ResultsStore(paths, Disk()).recover(lambda path: True)
     assert before == {path: path.read_bytes() for path in paths.results.rglob("*") if path.is_file()}
 

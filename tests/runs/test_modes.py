@@ -14,14 +14,14 @@ from tests.support.running import BackgroundRun, run_inside, run_process
 RESULTS = "experiment_results/tiny"
 
 
-@pytest.fixture()
+@pytest.fixture
 def unfinished(home: Path) -> Path:
     """A data home whose experiment stands after epoch 1."""
     run_inside(home, "--stop-after-epoch", "1")
     return home
 
 
-@pytest.fixture()
+@pytest.fixture
 def finished(home: Path) -> Path:
     """A data home whose experiment is finished."""
     run_inside(home)
@@ -37,7 +37,7 @@ def test_without_results_it_starts(home: Path, words: tuple[str, ...]) -> None:
 def test_resume_without_results_is_refused(home: Path) -> None:
     """--resume with nothing to resume says so, names --auto and touches nothing."""
     before = tree(home)
-    with pytest.raises(StateConflict, match="no results to resume(?s:.*)--auto"):
+    with pytest.raises(StateConflict, match=r"no results to resume(?s:.*)--auto"):
         run_inside(home, "--resume")
     assert tree(home) == before
 
@@ -45,7 +45,7 @@ def test_resume_without_results_is_refused(home: Path) -> None:
 def test_unfinished_without_flag_is_refused(unfinished: Path) -> None:
     """Unfinished results are refused with where they stand and both ways to go on."""
     before = tree(unfinished)
-    with pytest.raises(StateConflict, match="epoch 2, training(?s:.*)tiny --resume(?s:.*)tiny --reset"):
+    with pytest.raises(StateConflict, match=r"(?s)epoch 2, training.* --resume.* --reset"):
         run_inside(unfinished)
     assert tree(unfinished) == before
 
@@ -107,7 +107,9 @@ def test_a_live_run_refuses_every_other_one_at_once(home: Path) -> None:
 
 
 def _many_epochs() -> dict[str, str | None]:
-    text = "from pipeline.components import WeightedLossEarlyStopper\n\nearly_stopper = WeightedLossEarlyStopper(5000)\n"
+    text = (
+        "from pipeline.components import WeightedLossEarlyStopper\n\nearly_stopper = WeightedLossEarlyStopper(5000)\n"
+    )
     return {"pymodules/early_stopper.py": text}
 
 

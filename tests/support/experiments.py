@@ -81,7 +81,7 @@ FILES = {
     "pymodules/modules/trunk.py": """
         from torch import nn
 
-        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
         settings = {"frozen": False}
     """,
     "pymodules/modules/head_a.py": "from torch import nn\n\nmodule = nn.Linear(8, 1)\nsettings = {}\n",
@@ -163,7 +163,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_experiment(home: Path, name: str = "tiny", files: dict[str, str | None] | None = None, **settings: Any) -> Path:
+def write_experiment(
+    home: Path, name: str = "tiny", files: dict[str, str | None] | None = None, **settings: Any
+) -> Path:
     """Write the tiny experiment with some files replaced (None: left out) and some settings updated.
 
     ``settings`` are keyed by file: ``training={"seed": 4}``. Returns the experiment's settings folder.

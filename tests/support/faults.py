@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pipeline.runtime.durable import Disk
 
@@ -58,7 +58,7 @@ class FailingDisk(CountingDisk):
     def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
         number = len(self.operations) + 1
         is_hit = number == self._fail_at or (self._for_ever and number > self._fail_at)
-        return super().perform(operation, path, self._refuse if is_hit else action)  # type: ignore[arg-type]
+        return super().perform(operation, path, self._refuse if is_hit else action)
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         raise OSError(self._code, os.strerror(self._code))

@@ -48,7 +48,12 @@ class BackgroundRun:
     """A run in a session of its own that can be killed with everything it has started."""
 
     def __init__(
-        self, home: Path, *words: str, name: str = "tiny", nproc: int | None = None, env: Mapping[str, str] | None = None
+        self,
+        home: Path,
+        *words: str,
+        name: str = "tiny",
+        nproc: int | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.output = home / f"output_{time.monotonic_ns()}.txt"
         self._mark = f"{time.monotonic_ns()}_{os.getpid()}"

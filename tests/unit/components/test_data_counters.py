@@ -61,7 +61,7 @@ def test_class_weights_without_any_points_are_zero() -> None:
 
 def test_category_out_of_range_is_an_error() -> None:
     """A label that does not exist is not counted somewhere else."""
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="from 0 to 2"):
         counted(3)
 
 

@@ -138,11 +138,11 @@ def test_parameter_in_two_optimizers_is_told(tmp_path: Path) -> None:
     """Both optimizers are named."""
     groups = (
         "[{'name': 'a', 'params': modules['head_a'].parameters()}, {'name': 'b', 'params': "
-        "[*modules['head_b'].parameters(), modules['trunk'][0].bias]}]"
+        "[*modules['head_b'].parameters(), modules['trunk'][1].bias]}]"
     )
     problem = only_problem(tmp_path, heads(groups))
     assert "modules/trunk.py" in problem.where
-    assert "'0.bias' must be in exactly one optimizer, but is in heads and trunk" in problem.what
+    assert "'1.bias' must be in exactly one optimizer, but is in heads and trunk" in problem.what
 
 
 def test_frozen_parameter_in_an_optimizer_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import InvalidExperiment
-from pipeline.experiment.contracts import Components, ModuleDefinition, WeightSource
+from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
 from pipeline.experiment.weights import load_initial_weights
 from pipeline.paths import ExperimentPaths
 from tests.support.experiments import write_experiment

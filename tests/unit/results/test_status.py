@@ -12,20 +12,19 @@ from pipeline.results.status import StatusFile, read_status
 from pipeline.runtime.logs import LOGGER
 
 
-def test_values_add_up(tmp_path: Path) -> None:
-    """An update changes what it names and keeps the rest."""
+def test_only_the_latest_values_are_told(tmp_path: Path) -> None:
+    """A write replaces all that was said before."""
     status = StatusFile(tmp_path / "status.json")
-    status.update(state="running", epoch=1)
-    status.update(epoch=2)
+    status.write(state="running", eta=7)
+    status.write(state="finished")
     found = read_status(tmp_path / "status.json")
-    assert (found["state"], found["epoch"]) == ("running", 2)
-    assert "updated" in found
+    assert found.keys() == {"state", "updated"}
 
 
 def test_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     """While one process writes, another reads a whole document at any moment."""
     path, status, torn = tmp_path / "status.json", StatusFile(tmp_path / "status.json"), []
-    status.update(values=[0] * 5000)
+    status.write(values=[0] * 5000)
     is_done = threading.Event()
 
     def watch() -> None:
@@ -38,7 +37,7 @@ def test_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     for number in range(200):
-        status.update(values=[number] * (5000 - number))
+        status.write(values=[number] * (5000 - number))
     is_done.set()
     watcher.join()
     assert torn == []
@@ -46,7 +45,7 @@ def test_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 def test_no_staging_file_is_left(tmp_path: Path) -> None:
     """Only the status file itself remains."""
-    StatusFile(tmp_path / "status.json").update(state="running")
+    StatusFile(tmp_path / "status.json").write(state="running")
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
@@ -55,7 +54,7 @@ def test_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatc
     status, warnings = StatusFile(tmp_path / "gone/status.json"), list[str]()
     monkeypatch.setattr(LOGGER, "warning", lambda text, *values: warnings.append(text % values))
     for epoch in range(3):
-        status.update(epoch=epoch)
+        status.write(epoch=epoch)
     assert len(warnings) == 1
     assert "Training goes on" in warnings[0]
 
@@ -64,7 +63,7 @@ def test_update_is_due_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Fast steps do not write the file each time."""
     status = StatusFile(tmp_path / "status.json")
     assert status.is_due()
-    status.update()
+    status.write()
     assert not status.is_due()
     monkeypatch.setattr("pipeline.results.status.SECONDS_BETWEEN_UPDATES", 0.0)
     assert status.is_due()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from pipeline.experiment.contracts import LoaderArguments
+from pipeline.experiment.definitions import LoaderArguments
 from pipeline.stages.loaders import KeyedDataset, Loader, to_device
 from pipeline.stages.plan import PlannedBatch
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.experiment.contracts import LoaderArguments
+from pipeline.experiment.definitions import LoaderArguments
 from pipeline.stages.plan import EpochPoints, Place, SplitShape, StepPlan, evaluation_places
 
 SHAPES = (SplitShape("a", 40, 4, 1), SplitShape("b", 23, 3, 1))

@@ -36,7 +36,7 @@ def test_stopped_run_tells_why_and_how_to_continue(home: Path, capsys: pytest.Ca
     run_inside(home, "--stop-after-epoch", "1")
     text = capsys.readouterr().out
     assert "stopped at epoch 2, training, step 0 (epoch 1 is complete)" in text
-    assert "training_pipeline.py tiny --resume" in text
+    assert f"training_pipeline.py tiny --data-home {home} --resume" in text
 
 
 def test_unfinished_results_are_refused_with_both_commands(home: Path) -> None:
@@ -44,8 +44,8 @@ def test_unfinished_results_are_refused_with_both_commands(home: Path) -> None:
     run_inside(home, "--stop-after-epoch", "1")
     with pytest.raises(StateConflict, match="epoch 2, training, step 0") as raised:
         run_inside(home)
-    assert "tiny --resume" in str(raised.value)
-    assert "tiny --reset" in str(raised.value)
+    assert f"tiny --data-home {home} --resume" in str(raised.value)
+    assert f"tiny --data-home {home} --reset" in str(raised.value)
 
 
 def test_next_command_fits_the_outcome() -> None:

@@ -1,0 +1,109 @@
+"""What an experiment's pymodules define, as typed values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.data import default_collate
+
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """How one split of a dataset is loaded."""
+
+    batch_size: int
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    point_size: int = 1
+    pin_memory: bool = False
+    timeout: float = 0
+    persistent_workers: bool = True
+    multiprocessing_context: str | None = None
+
+    @property
+    def batch_items(self) -> int:
+        return self.batch_size * self.point_size
+
+
+@dataclass(frozen=True)
+class DataLoading:
+    train: LoaderArguments
+    eval: LoaderArguments
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+
+
+@dataclass(frozen=True)
+class DataTransforms:
+    train: Callable[[Any], Any]
+    eval: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class DataCounter:
+    counter: Any
+    dataset_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where initial weights come from and how their keys are renamed."""
+
+    ckp_name: str | None = None
+    exp_name: str | None = None
+    ckp_pool_name: str | None = None
+    module_name: str | None = None
+    strict: bool = True
+    strip_prefix: str = ""
+    key_map: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModuleDefinition:
+    module: nn.Module
+    frozen: bool = False
+    compile: bool = False
+    source: WeightSource | None = None
+
+
+@dataclass(frozen=True)
+class ModuleTransformDefinition:
+    create: Callable[..., Any]
+    loss_registers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimSched:
+    create_optimizer: Callable[[dict[str, nn.Module]], Any]
+    create_scheduler: Callable[[Any], Any]
+    scheduler_start_epoch: int = 1
+
+
+@dataclass(frozen=True)
+class Components:
+    """All that an experiment's pymodules define, by name."""
+
+    datasets: dict[str, Any]
+    data_counters: dict[str, DataCounter]
+    data_transforms: dict[str, DataTransforms]
+    dataloaders: dict[str, DataLoading]
+    modules: dict[str, ModuleDefinition]
+    module_transforms: dict[str, ModuleTransformDefinition]
+    optim_sched: dict[str, OptimSched]
+    checkpoint_saver: Any
+    early_stopper: Any
+    loss_weighter: Any
+
+    @property
+    def trained_modules(self) -> dict[str, nn.Module]:
+        return {name: entry.module for name, entry in self.modules.items() if not entry.frozen}
+
+    @property
+    def frozen_modules(self) -> dict[str, nn.Module]:
+        return {name: entry.module for name, entry in self.modules.items() if entry.frozen}
+
+    @property
+    def all_modules(self) -> dict[str, nn.Module]:
+        return {name: entry.module for name, entry in self.modules.items()}

@@ -1,0 +1,80 @@
+"""Buffers: what modules remember beside their weights must not depend on the number of processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.runtime.processes import Processes
+
+
+class BatchNormStatistics:
+    """Running statistics of BatchNorm layers that evolve by the step, whichever rank sees which batch.
+
+    Every batch of a step starts from the statistics at the step's start; after the step each layer takes the mean
+    over the batches that used it. A skipped step leaves no trace.
+    """
+
+    def __init__(self, modules: list[nn.Module], processes: Processes) -> None:
+        self._processes = processes
+        found = (layer for module in modules for layer in module.modules())
+        layers = [layer for layer in found if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+        self._layers = list(dict.fromkeys(layers))
+        self._averages = [one for layer in self._layers for one in (layer.running_mean, layer.running_var)]
+        self._counts = [layer.num_batches_tracked for layer in self._layers]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers that evolve by this rule."""
+        return [*self._averages, *self._counts]  # type: ignore[list-item]
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        if self._layers:
+            self._start = [tensor.clone() for tensor in self.tensors]
+            self._sums = [torch.zeros_like(tensor) for tensor in self.tensors]
+
+    @torch.no_grad()
+    def after_batch(self) -> None:
+        """Set aside what one batch has changed, and go back to the step's start."""
+        for tensor, start, total in zip(self.tensors, self._start, self._sums, strict=True) if self._layers else ():
+            total.add_(tensor - start)
+            tensor.copy_(start)
+
+    @torch.no_grad()
+    def end_step(self, *, skipped: bool) -> None:
+        """Bring in the mean of what the batches of all ranks have changed."""
+        if not self._layers or skipped:
+            return
+        flat = torch.cat([total.reshape(-1).to(torch.float64) for total in self._sums])
+        self._processes.sum(flat)
+        parts = flat.split([total.numel() for total in self._sums])
+        counts = parts[len(self._averages) :]
+        for position, (tensor, part) in enumerate(zip(self._averages, parts, strict=False)):
+            # A layer that no batch has used has changed by nothing.
+            change = part / counts[position // 2].clamp(min=1)
+            tensor.add_(change.view_as(tensor).to(tensor.dtype))  # type: ignore[union-attr]
+        for count, part in zip(self._counts, counts, strict=True):
+            count.add_(part.view_as(count).to(count.dtype))  # type: ignore[union-attr]
+
+
+class SharedBuffers:
+    """All other buffers: every step starts from rank zero's, so that nothing depends on what a lost process saw."""
+
+    def __init__(self, modules: list[nn.Module], statistics: BatchNormStatistics, processes: Processes) -> None:
+        self._processes = processes
+        known = {id(tensor) for tensor in statistics.tensors}
+        buffers = [buffer for module in modules for buffer in module.buffers() if id(buffer) not in known]
+        # Wider types come first, so that every slice of the bytes is aligned for its type.
+        self._buffers = sorted(buffers, key=lambda buffer: -buffer.element_size())
+
+    @torch.no_grad()
+    def share(self) -> None:
+        if self._processes.world_size == 1 or not self._buffers:
+            return
+        flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._buffers])
+        self._processes.send_from_rank_zero(flat)
+        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers]
+        for buffer, part in zip(self._buffers, flat.split(sizes), strict=True):
+            buffer.copy_(part.view(buffer.dtype).view_as(buffer))
