@@ -29,20 +29,18 @@ class BatchNormStatistics:
         """The buffers that evolve by this rule."""
         return [*self._averages, *self._counts]  # type: ignore[list-item]
 
-    @torch.no_grad()
     def begin_step(self) -> None:
         if self._layers:
             self._start = [tensor.clone() for tensor in self.tensors]
             self._sums = [torch.zeros_like(tensor) for tensor in self.tensors]
 
-    @torch.no_grad()
     def after_batch(self) -> None:
         """Set aside what one batch has changed, and go back to the step's start."""
-        for tensor, start, total in zip(self.tensors, self._start, self._sums, strict=True) if self._layers else ():
-            total.add_(tensor - start)
-            tensor.copy_(start)
+        if self._layers:
+            for tensor, start, total in zip(self.tensors, self._start, self._sums, strict=True):
+                total.add_(tensor - start)
+                tensor.copy_(start)
 
-    @torch.no_grad()
     def end_step(self, *, skipped: bool) -> None:
         """Bring in the mean of what the batches of all ranks have changed."""
         if not self._layers or skipped:
@@ -69,7 +67,6 @@ class SharedBuffers:
         # Wider types come first, so that every slice of the bytes is aligned for its type.
         self._buffers = sorted(buffers, key=lambda buffer: -buffer.element_size())
 
-    @torch.no_grad()
     def share(self) -> None:
         if self._processes.world_size == 1 or not self._buffers:
             return

@@ -41,23 +41,6 @@ class Verdict:
     norm: float
 
 
-class _Carry(torch.autograd.Function):
-    """Gives ``signals`` a message as its gradient.
-
-    Autograd runs nodes in the reverse order of their creation, so what is applied before the forward pass asks
-    for its message after all other gradients of the batch are there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, signals: torch.Tensor, message: Callable[[], torch.Tensor]) -> torch.Tensor:
-        ctx.message = message
-        return signals.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.message(), None
-
-
 class _Touch(torch.autograd.Function):
     """Makes parameters part of a graph without giving them a gradient.
 
@@ -80,6 +63,9 @@ class StepModule(nn.Module):
     ``signals`` is no weight: its gradient carries, in the same reduction, whether any rank met a loss that is
     not finite, was asked to stop or wants a commit, and which parameters any rank has used. It is registered
     first because DDP reduces in the reverse order: everything else may be on its way by then.
+
+    A hook replaces its gradient by the message. Autograd runs nodes in the reverse order of their creation, so a
+    forward pass that begins with ``signals`` asks for the message when all its other gradients are there.
     """
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
@@ -115,10 +101,13 @@ class GradientEngine:
             for name, optimizer in experiment.optimizers.items()
         }
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.precision == "fp16")
+        self._constants: dict[tuple[float, ...], torch.Tensor] = {}
+        self._said: tuple[Wishes | None, list[torch.Tensor]] = None, []
         self._engine: nn.Module = self._modules
         if processes.world_size > 1:
             self._engine = DistributedDataParallel(self._modules, gradient_as_bucket_view=True)
             self._rehearse()
+        self._modules.signals.register_hook(self._message)
 
     def _rehearse(self) -> None:
         """Let every parameter become ready once, from last to first, with no gradient at all."""
@@ -144,11 +133,9 @@ class GradientEngine:
         """
 
         def with_signals() -> torch.Tensor:
-            sums: list[torch.Tensor] = []
-            message = lambda: self._message(sums, wishes)  # noqa: E731
-            carried = _Carry.apply(self._modules.signals, message)  # type: ignore[no-untyped-call]
-            terms, found = compute()
-            sums += found
+            carried = self._modules.signals[0]
+            terms, sums = compute()
+            self._said = wishes, sums
             if wishes is not None and self._processes.world_size > 1:
                 terms.append(_Touch.apply(*self._weights))  # type: ignore[no-untyped-call]
             return sum(terms, carried)
@@ -157,16 +144,23 @@ class GradientEngine:
             self.scaler.scale(self._engine(with_signals)).backward()
         self._statistics.after_batch()
 
-    def _message(self, sums: list[torch.Tensor], wishes: Wishes | None) -> torch.Tensor:
+    def _message(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the signals' gradient; adding a sum zero times changes nothing unless it is not finite."""
+        wishes, sums = self._said
         if wishes is None:
             message = torch.zeros_like(self._modules.signals)
         else:
-            used = [parameter.grad is not None for parameter in self._weights]
-            message = torch.tensor([0.0, wishes.stop, wishes.commit, *used], device=self._processes.device)
+            used = tuple([parameter.grad is not None for parameter in self._weights])
+            message = self._constant((0.0, wishes.stop, wishes.commit, *used)).clone()
         for total in sums:
             message[0].add_(total, alpha=0)
         return message
+
+    def _constant(self, values: tuple[float, ...]) -> torch.Tensor:
+        """Return a message that was sent before, or make it: almost all steps say the same."""
+        if values not in self._constants:
+            self._constants = {values: torch.tensor(values, device=self._processes.device)}
+        return self._constants[values]
 
     def join_without_batch(self, wishes: Wishes) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
@@ -201,7 +195,7 @@ class GradientEngine:
         ]
         norms = torch._foreach_norm([gradient for _, gradient in owners], dtype=torch.float32) if owners else ()
         # The one moment per step at which the host waits for the device.
-        known = torch.cat([signals, *(norm.reshape(1) for norm in norms)]).tolist()
+        known = torch.cat([signals, torch.stack(norms)]).tolist() if norms else signals.tolist()
         health, stop, commit = known[:_NUM_WISHES]
         self._forget_unused(known[_NUM_WISHES : len(signals)])
         values: dict[str, list[float]] = {name: [] for name in self._parameters}

@@ -27,7 +27,9 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitem__(self, planned: PlannedBatch) -> Any:
         key_generators(*planned.key)
-        return self._collate([self._transformed(point) for point in self._points(planned)])
+        transform = self._transform
+        # A transform may edit the point in place and return nothing.
+        return self._collate([point if (new := transform(point)) is None else new for point in self._points(planned)])
 
     def __getitems__(self, planned: PlannedBatch) -> Any:
         """Called by torch's fetcher with whatever the batch sampler yields."""
@@ -38,11 +40,6 @@ class KeyedDataset(Dataset[Any]):
         if fetch_many is not None:
             return cast(Iterable[Any], fetch_many(list(planned.indices)))
         return map(self._dataset.__getitem__, planned.indices)
-
-    def _transformed(self, point: Any) -> Any:
-        """A transform may edit the point in place and return nothing."""
-        transformed = self._transform(point)
-        return point if transformed is None else transformed
 
 
 class _Requests:
@@ -59,7 +56,8 @@ class Loader:
     """Loads the batches of one split of one dataset, in the planned order."""
 
     def __init__(self, dataset: KeyedDataset, arguments: LoaderArguments, device: torch.device) -> None:
-        self._requests = _Requests()
+        self._dataset, self._requests = dataset, _Requests()
+        self._is_plain = arguments.num_workers == 0 and not arguments.pin_memory
         self._device = device
         self._loader = DataLoader(
             dataset,
@@ -76,7 +74,9 @@ class Loader:
     def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Any]:
         """Yield the collated batches on the device."""
         self._requests.batches = batches
-        for batch in self._loader:
+        # Without workers or pinned memory torch's loader has nothing to add but its own time.
+        loaded = map(self._dataset.__getitem__, batches) if self._is_plain else self._loader
+        for batch in loaded:
             yield batch if self._device.type == "cpu" else to_device(batch, self._device)
 
 

@@ -74,7 +74,7 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes], *, gone: bool = Fals
     while path.exists() == gone:
         if process.poll() is not None:
             raise SystemExit(f"a contender died:\n{''.join(file.read_text() for file in path.parent.glob('*.txt'))}")
-        time.sleep(0.002)
+        time.sleep(0.02)
 
 
 def _facts(home: Path, kind: str, started: dict[str, float]) -> dict[str, str]:

@@ -21,7 +21,7 @@ class Turn:
         if self._is_rank_zero:
             (self._folder / f"{self._name}.ready").touch()
         while self._current() != self._name:
-            time.sleep(0.002)
+            time.sleep(0.02)
         self._started, self._cpu = time.perf_counter(), time.process_time()
 
     def _current(self) -> str:
