@@ -22,6 +22,7 @@ from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
 from pipeline.results.copies import copy_folder, differing_files, digest_folder
 from pipeline.results.lock import RunLock
+from pipeline.results.manifest import Manifest
 from pipeline.results.preparation import check_writable, open_fresh, reset
 from pipeline.results.provenance import describe_start, differences, read_starts, record_start
 from pipeline.results.situation import check_settings_exist, decide, look
@@ -46,14 +47,24 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None) ->
         arguments = replace(arguments, mode=AUTO)
     found = processes.on_rank_zero(lambda: look(paths))
     if found.is_finished and arguments.mode != RESET:
-        processes.on_rank_zero(lambda: _say_finished(paths))
+        processes.on_rank_zero(lambda: _settle(paths, disk or Disk()))
         return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
     action = processes.on_rank_zero(lambda: decide(arguments, paths, found))
     return _Run(arguments, paths, processes, disk or Disk()).execute(action)
 
 
-def _say_finished(paths: ExperimentPaths) -> None:
-    manifest = ResultsStore(paths, Disk()).peek()
+def _settle(paths: ExperimentPaths, disk: Disk) -> None:
+    """Leave a finished experiment alone, unless it was killed between its last commit and its end."""
+    store = ResultsStore(paths, disk)
+    if not store.is_settled():
+        lock = RunLock(paths)
+        lock.acquire()
+        store.recover(PersistedParts.is_needed)
+        lock.release()
+    _say_finished(paths, store.peek())
+
+
+def _say_finished(paths: ExperimentPaths, manifest: Manifest | None) -> None:
     state = manifest.run_state if manifest else {}
     best = state.get("best")
     value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""

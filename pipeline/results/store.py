@@ -119,7 +119,7 @@ class ResultsStore:
 
     def _show_file(self, target: Path, source: Path) -> None:
         self._disk.make_scratch_folder(target.parent)
-        if target.exists() and target.samefile(source):
+        if _is_same(target, source):
             return
         link = self._paths.temp_data / "link"
         self._disk.link(source, link)
@@ -215,7 +215,7 @@ class ResultsStore:
         self.current = manifest
         self._parent = (self._read_manifest(manifest.parent) if manifest.parent else None) or Manifest()
         self._clear_temp_data()
-        self._show({**manifest.files, **dict(self._all_sealed())})
+        self._show(self._all_files())
         self._warn_of_pools()
         if named == manifest.generation:
             self._sweep()
@@ -235,14 +235,17 @@ class ResultsStore:
         for entry in sorted(self._paths.temp_data.iterdir()):
             self._disk.remove_tree(entry)
 
-    def _sweep(self) -> None:
-        """Remove what neither generation needs: an interrupted commit or an interrupted clean-up."""
+    def _strays(self) -> list[Path]:
+        """Return what neither generation needs: left by an interrupted commit or an interrupted clean-up."""
         manifests = [f"{each.generation}/{MANIFEST_FILE}" for each in (self.current, self._parent)]
         kept = self.current.objects() | self._parent.objects() | set(manifests)
         kept |= {entry.object for _, entry in self._all_sealed()} | set(self._sealed_objects())
-        for path in sorted(self._paths.generations.rglob("*")):
-            if not path.is_dir() and path.relative_to(self._paths.generations).as_posix() not in kept:
-                self._remove_object(path)
+        found = sorted(path for path in self._paths.generations.rglob("*") if not path.is_dir())
+        return [path for path in found if path.relative_to(self._paths.generations).as_posix() not in kept]
+
+    def _sweep(self) -> None:
+        for path in self._strays():
+            self._remove_object(path)
         shown = set(self.current.files) | {path for path, _ in self._all_sealed()}
         self._hide(set(self._parent.files) - shown)
 
@@ -254,6 +257,9 @@ class ResultsStore:
             )
         files = {path: Entry.from_json(one) for path, one in value["files"].items()}
         return files, Entry.from_json(value["previous"]) if value["previous"] else None
+
+    def _all_files(self) -> dict[str, Entry]:
+        return {**self.current.files, **dict(self._all_sealed())}
 
     def _all_sealed(self) -> Iterator[tuple[str, Entry]]:
         entry = self.current.sealed
@@ -269,6 +275,17 @@ class ResultsStore:
 
     # ------------------------------------------------------------------ reading
 
+    def is_settled(self) -> bool:
+        """Tell, changing nothing, whether all that follows a commit has been done as well."""
+        manifest = self.peek()
+        if manifest is None or any(self._paths.temp_data.iterdir()):
+            return False
+        self.current = manifest
+        self._parent = (self._read_manifest(manifest.parent) if manifest.parent else None) or Manifest()
+        shown = {path: entry for path, entry in self._all_files().items() if not path.startswith(HIDDEN)}
+        places = [(self._paths.data / path, self._paths.generations / entry.object) for path, entry in shown.items()]
+        return not self._strays() and all(_is_same(target, source) for target, source in places)
+
     def peek(self) -> Manifest | None:
         """Return the current manifest, changing nothing; None if it cannot be read."""
         named = self._named_generation()
@@ -278,6 +295,13 @@ class ResultsStore:
         """Return where the files of the running epoch are, in order."""
         hidden = sorted(path for path in self.current.files if path.startswith(HIDDEN))
         return [self._paths.generations / self.current.files[path].object for path in hidden]
+
+
+def _is_same(target: Path, source: Path) -> bool:
+    """Tell whether a name in data/ stands for a stored file: a hard link, or a copy where there are none."""
+    if not target.is_file() or not source.is_file():
+        return False
+    return target.samefile(source) or (target.stat().st_nlink == 1 and Digest.of(target) == Digest.of(source))
 
 
 def _matches(path: Path, digest: Digest) -> bool:

@@ -18,7 +18,7 @@ from tests.support.running import BackgroundRun, run_process
 
 RESULTS = Path("experiment_results/tiny")
 _SLOW_STEP = FILES["pymodules/module_transforms/a.py"].replace(
-    "outputs = modules", "time.sleep(0.03 if modules['trunk'].training else 0)\n                outputs = modules"
+    "outputs = modules", "time.sleep(0.02 if modules['trunk'].training else 0)\n                outputs = modules"
 )
 EXPERIMENT: dict[str, str | None] = {
     "pymodules/module_transforms/a.py": _SLOW_STEP.replace(
@@ -31,7 +31,7 @@ EXPERIMENT: dict[str, str | None] = {
     "pymodules/early_stopper.py": """
         from pipeline.components import WeightedLossEarlyStopper
 
-        early_stopper = WeightedLossEarlyStopper(max_epochs=6)
+        early_stopper = WeightedLossEarlyStopper(max_epochs=5)
     """,
 }
 
