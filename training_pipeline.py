@@ -27,12 +27,11 @@ def main(words: list[str] | None = None) -> int:
         run(arguments, processes)
     except (Exception, KeyboardInterrupt) as error:
         return conclude_failure(error, processes, ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
-    processes.leave()
     return 0
 
 
 def _leave(code: int) -> NoReturn:
-    """End at once: after a failure, threads of a broken process group could abort an orderly exit with another code."""
+    """End at once: all is committed, and threads of a process group can abort an orderly exit with another code."""
     sys.stdout.flush()
     sys.stderr.flush()
     for child in multiprocessing.active_children():
@@ -41,6 +40,4 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    if exit_code:
-        _leave(exit_code)
+    _leave(main())

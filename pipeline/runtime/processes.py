@@ -41,10 +41,6 @@ class Processes:
             dist.init_process_group(backend, timeout=timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30)))
         return cls(int(os.environ.get("RANK", "0")), world_size, device)
 
-    def leave(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
-
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0

@@ -1,3 +1,3 @@
 from pipeline.components import PeriodicCheckpointSaver
 
-checkpoint_saver = PeriodicCheckpointSaver(every_epochs=4, num_to_keep=2)
+checkpoint_saver = PeriodicCheckpointSaver(every_epochs=5, num_to_keep=2)

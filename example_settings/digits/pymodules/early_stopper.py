@@ -1,3 +1,3 @@
 from pipeline.components import WeightedLossEarlyStopper
 
-early_stopper = WeightedLossEarlyStopper(max_epochs=12, patience=4, startup=3)
+early_stopper = WeightedLossEarlyStopper(max_epochs=15, patience=5, startup=5)

@@ -5,7 +5,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pipeline.components import TorchScheduler, WarmupScheduler
 
-NUM_EPOCHS = 12
+NUM_EPOCHS = 15
 
 
 def create_optimizer(modules):
@@ -15,7 +15,7 @@ def create_optimizer(modules):
             {"name": "backbone", "params": modules["backbone"].parameters(), "weight_decay": 0.02},
             {"name": "heads", "params": heads, "weight_decay": 0.0},
         ],
-        lr=4e-3,
+        lr=3e-3,
     )
 
 

@@ -7,9 +7,9 @@ import torch
 
 
 def augment(image):
-    """Shift by up to one pixel, change the brightness and add noise."""
-    shift = random.randint(-1, 1), random.randint(-1, 1)
-    shifted = np.roll(image, shift, axis=(1, 2))
-    noise = np.random.normal(0, 0.03, image.shape).astype(np.float32)
+    """Shift by a pixel in one direction or none, change the brightness and add noise."""
+    axis, step = random.choice([(1, 1), (1, -1), (2, 1), (2, -1), (1, 0), (2, 0)])
+    shifted = np.roll(image, step, axis=axis)
+    noise = np.random.normal(0, 0.02, image.shape).astype(np.float32)
     brightness = 0.9 + 0.2 * torch.rand(()).item()
     return np.clip(shifted * np.float32(brightness) + noise, 0, 1)

@@ -1,0 +1,77 @@
+"""Imports go down only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = [
+    {"errors"},
+    {"arguments", "paths", "progress"},
+    {"runtime"},
+    {"components"},
+    {"experiment"},
+    {"stages", "results", "tracking"},
+    {"loop"},
+    {"run"},
+    {"failures", "commands", "__main__", "training_pipeline"},
+]
+# Within a layer of single files, these know each other and nothing else does.
+ALLOWED = {("arguments", "paths"), ("__main__", "commands"), ("training_pipeline", "failures")}
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+
+def part_of(path: Path) -> str:
+    inner = path.relative_to(ROOT)
+    return inner.parts[1].removesuffix(".py") if inner.parts[0] == "pipeline" else inner.stem
+
+
+def imported_parts(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pipeline."):
+            found.add(node.module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and node.module == "pipeline":
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+FILES = [
+    path for path in [*(ROOT / "pipeline").rglob("*.py"), ROOT / "training_pipeline.py"] if path.name != "__init__.py"
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_only(path: Path) -> None:
+    """A file imports only from its own part and from parts below it."""
+    own = part_of(path)
+    for other in imported_parts(path) - {own}:
+        assert LEVEL[other] < LEVEL[own] or (own, other) in ALLOWED, f"{own} must not import {other}"
+
+
+def test_every_part_has_its_place() -> None:
+    """A new part must be given a layer."""
+    assert {part_of(path) for path in FILES} == set(LEVEL)
+
+
+@pytest.mark.parametrize("verb", ["status", "new"])
+def test_verbs_without_torch_stay_so(verb: str, tmp_path: Path) -> None:
+    """These verbs answer at once because they never import torch."""
+    words = ["new", "tiny"] if verb == "new" else ["status"]
+    code = (
+        "import sys; from pipeline.__main__ import main; "
+        f"main({[*words, '--data-home', str(tmp_path)]!r}); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_experiments_import_components_only() -> None:
+    """The example needs nothing of us but the author's vocabulary."""
+    for path in (ROOT / "example_settings").rglob("*.py"):
+        assert imported_parts(path) <= {"components"}
