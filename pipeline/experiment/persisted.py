@@ -64,7 +64,8 @@ class PersistedParts:
         pools = self._pools_to_keep(epoch)
         same = {path.replace("/last/", f"/{pool}/"): path for path in self._last_pool() for pool in pools}
         dropped = self._outdated_pools({*committed, *same})
-        return self._policies() | Changes(self._records.epoch_files("val"), {}, same, dropped, weight_file)
+        policies = self._policies()
+        return Changes(self._records.epoch_files("val"), policies.folders, same, dropped, weight_file, is_partial=True)
 
     def _pools_to_keep(self, epoch: int) -> list[str]:
         best = ["best"] if self._components.early_stopper.improvement() else []

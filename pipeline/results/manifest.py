@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One committed generation.
+    """One committed generation; ``parent`` is the one to fall back to if its files are damaged.
 
     ``sealed`` points at the newest list of files that never change again; each list names the one before
     it, so a commit writes only what is new however long the history is.
@@ -52,10 +52,8 @@ class Manifest:
     def objects(self) -> set[str]:
         return {entry.object for entry in self.files.values()}
 
-    def successor(self, generation: int, progress: Progress, run_state: dict[str, Any]) -> Manifest:
-        return replace(
-            self, generation=generation, parent=self.generation or None, progress=progress, run_state=run_state
-        )
+    def successor(self, generation: int, parent: int, progress: Progress, run_state: dict[str, Any]) -> Manifest:
+        return replace(self, generation=generation, parent=parent or None, progress=progress, run_state=run_state)
 
     def as_json(self) -> dict[str, Any]:
         return {

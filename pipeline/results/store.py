@@ -47,17 +47,22 @@ class ResultsStore:
     def commit(self, changes: Changes, progress: Progress, run_state: dict[str, Any]) -> None:
         """Make ``changes`` the current state, whole or not at all."""
         generation, staging = self._next, self._paths.temp_data / f"generation_{self._next}"
+        previous = self.current
+        # A commit that shares its weights with the one before is no safer than that: the older one stays as well.
+        keeps_older = changes.is_partial and self._parent.generation > 0
+        fallback, dropped = (self._parent, previous) if keeps_older else (previous, self._parent)
         self._disk.make_scratch_folder(staging)
-        manifest = self._stage(changes, self.current.successor(generation, progress, run_state), staging)
+        manifest = previous.successor(generation, fallback.generation, progress, run_state)
+        manifest = self._stage(changes, manifest, staging)
         self._disk.write(staging / MANIFEST_FILE, bytes_writer(sealed_json(manifest.as_json())))
         self._disk.sync_folders(staging)
         self._disk.rename(staging, self._paths.generations / str(generation))
         self._disk.sync_folder(self._paths.generations)
         self._replace_state(manifest)
         self._next += 1
-        dropped, self._parent, self.current = self._parent, self.current, manifest
-        self._show(dict(self._changed(manifest)))
-        self._hide(set(self._parent.files) - set(manifest.files))
+        self._parent, self.current = fallback, manifest
+        self._show(dict(self._changed(previous, manifest)))
+        self._hide(set(previous.files) - set(manifest.files))
         self._drop(dropped)
         if progress.is_finished:
             self._disk.sync_folders(self._paths.data)
@@ -105,11 +110,10 @@ class ResultsStore:
 
     # ------------------------------------------------------------------ the view in data/
 
-    def _changed(self, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
-        """Yield what differs from the parent: files of this generation and new names for older ones."""
-        before = self._parent.files
-        yield from ((path, entry) for path, entry in manifest.files.items() if before.get(path) != entry)
-        if manifest.sealed != self._parent.sealed and manifest.sealed:
+    def _changed(self, previous: Manifest, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
+        """Yield what differs from the commit before: new files, and new names for older ones."""
+        yield from ((path, entry) for path, entry in manifest.files.items() if previous.files.get(path) != entry)
+        if manifest.sealed != previous.sealed and manifest.sealed:
             yield from self._sealed_list(manifest.sealed)[0].items()
 
     def _show(self, entries: dict[str, Entry]) -> None:

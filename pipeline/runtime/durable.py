@@ -180,7 +180,7 @@ class Changes:
     """What a commit changes, by path below ``data/``; the store knows nothing else of training.
 
     ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
-    Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
+    A partial commit shares its most important files with the one before. Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
     """
 
     files: dict[str, Writer] = field(default_factory=dict)
@@ -188,6 +188,7 @@ class Changes:
     same_as: dict[str, str] = field(default_factory=dict)
     removed: set[str] = field(default_factory=set)
     sealed: dict[str, Writer] = field(default_factory=dict)
+    is_partial: bool = False
 
     def __or__(self, other: Changes) -> Changes:
         return Changes(
@@ -196,4 +197,5 @@ class Changes:
             self.same_as | other.same_as,
             self.removed | other.removed,
             self.sealed | other.sealed,
+            self.is_partial and other.is_partial,
         )

@@ -44,6 +44,7 @@ def changes(number: int) -> Changes:
         same_as={f"pools/epoch_{number}/m.pt": "pools/last/m.pt"},
         removed=dropped | ({f"running/{number - 1}"} if number % 2 == 0 else set()),
         sealed={f"records/step_data_{number}.npz": bytes_writer(b"sealed %d" % number)},
+        is_partial=number == 3,
     )
 
 
@@ -210,6 +211,20 @@ def _damage(stored: Path, shown: Path, how: str) -> None:
         content[5] ^= 1
         with stored.open("r+b") as file:
             file.write(content)
+
+
+def test_partial_commit_keeps_an_older_one_to_fall_back_to(tmp_path: Path) -> None:
+    """Weights that two commits share may be damaged: the commit before both is still there."""
+    paths = make(tmp_path)
+    store = ResultsStore(paths, Disk())
+    store.commit(Changes({"w": bytes_writer(b"first")}), Progress(TRAINING, 1), {})
+    store.commit(Changes({"w": bytes_writer(b"second")}), Progress(TRAINING, 2), {})
+    store.commit(Changes({"v": bytes_writer(b"verdict")}, is_partial=True), Progress(TRAINING, 3), {})
+    _damage(paths.generations / "2/w", paths.data / "w", "flip")
+    store = ResultsStore(paths, Disk())
+    store.recover(lambda path: True)
+    assert store.current.progress.epoch == 1
+    assert (paths.data / "w").read_bytes() == b"first"
 
 
 def test_nothing_intact_is_refused_and_nothing_deleted(tmp_path: Path) -> None:
