@@ -180,7 +180,8 @@ class Changes:
     """What a commit changes, by path below ``data/``; the store knows nothing else of training.
 
     ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
-    A partial commit shares its most important files with the one before. Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
+    A partial commit shares its most important files with the one before.
+    Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
     """
 
     files: dict[str, Writer] = field(default_factory=dict)
