@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
 from typing import NoReturn
 
-from pipeline.arguments import parse_arguments
+from pipeline.arguments import is_rank_zero, parse_arguments
 
 
 def main(words: list[str] | None = None) -> int:
@@ -21,19 +22,20 @@ def main(words: list[str] | None = None) -> int:
 
     # The copy of an experiment must stay as it was copied.
     sys.dont_write_bytecode = True
-    processes = Processes()
+    processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
         processes = Processes.join()
         run(arguments, processes)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         return conclude_failure(error, processes, ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
     return 0
 
 
 def _leave(code: int) -> NoReturn:
     """End at once: all is committed, and threads of a process group can abort an orderly exit with another code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -55,6 +56,9 @@ class _Parser(argparse.ArgumentParser):
         if is_rank_zero():
             self.print_usage(sys.stderr)
             print(f"{self.prog}: {message}", file=sys.stderr)
+        else:
+            # torchrun ends all processes as soon as one fails: let rank zero speak first.
+            time.sleep(2)
         raise SystemExit(2)
 
     def print_help(self, file: object = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -14,6 +15,7 @@ from pipeline.runtime.processes import Processes, is_lost_peer
 
 _INTERRUPTED = "Interrupted. The last commit is intact; continue with --auto."
 _LOST_PEER = "Ended because another process of this run has failed or was killed. Continue with --auto."
+_SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
 _OUT_OF_MEMORY = (
     "fix: lower batch_size in dataloaders/*.py (step_min_items keeps the step as it is), or use precision bf16."
 )
@@ -36,6 +38,9 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
         return 1
     if is_lost_peer(error):
         LOGGER.warning(_LOST_PEER)
+        # torchrun takes the first process that ends for the cause: let the one that failed be first.
+        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
+        log_file_only("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         return 1
     _tell_crash(error, processes, paths)
     return 1

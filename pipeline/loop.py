@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.records import Records
@@ -16,10 +17,12 @@ from pipeline.results.store import ResultsStore
 from pipeline.runtime.durable import Changes
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.signals import StopRequests
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine, Wishes
+from pipeline.stages.plan import StepPlan
 from pipeline.stages.training import StepReport, TrainingStage
 from pipeline.tracking.bar import ProgressBar
 from pipeline.tracking.blocks import latest_values
@@ -48,6 +51,7 @@ class Machinery:
         """Create the module transforms, once the counters have counted or were restored."""
         components = self.experiment.components
         counters = {name: entry.counter for name, entry in components.data_counters.items()}
+        key_generators(self.experiment.settings.training.seed, "module transforms")
         for name, definition in components.module_transforms.items():
             self.module_transforms[name] = definition.create(dict(counters), self.processes.device, LOGGER)
 
@@ -60,6 +64,9 @@ def build_machinery(
     engine = GradientEngine(experiment, processes)
     transforms: dict[str, Any] = {}
     train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
+    training = TrainingStage(experiment, processes, train, engine, records)
+    if experiment.settings.training.sync_batchnorm:
+        _check_even_steps(training.plan, processes)
     return Machinery(
         paths=paths,
         processes=processes,
@@ -68,7 +75,7 @@ def build_machinery(
         parts=PersistedParts(experiment, records),
         module_transforms=transforms,
         engine=engine,
-        training=TrainingStage(experiment, processes, train, engine, records),
+        training=training,
         evaluation=EvaluationStage(experiment, processes, val, engine, records),
         store=store,
         status=StatusFile(paths.status_file),
@@ -76,6 +83,14 @@ def build_machinery(
             paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
         ),
     )
+
+
+def _check_even_steps(plan: StepPlan, processes: Processes) -> None:
+    """SyncBatchNorm waits for all ranks in every batch, so all must have the same number of them."""
+    if any(len(plan.step(index)) % processes.world_size for index in range(len(plan))):
+        what = f"needs steps whose number of batches is a multiple of {processes.world_size}, but some are not"
+        fix = "set it to false, or choose step_min_items, batch sizes and splits that divide evenly"
+        raise InvalidExperiment([Problem("settings/training.json (sync_batchnorm)", what, fix)]).shared()
 
 
 class Loop:
@@ -88,6 +103,7 @@ class Loop:
         self.best: dict[str, Any] = run_state.get("best", {})
         self._committed_at = time.monotonic()
         self._step_seconds: float | None = None
+        self._kept_pools: list[str] = []
 
     # ------------------------------------------------------------------ stages
 
@@ -134,11 +150,10 @@ class Loop:
         return is_last or epoch % self._settings.training.evaluation_interval == 0
 
     def _trained_epoch(self, epoch: int) -> Changes:
-        committed = self._m.store.current.files
-        changes = self._m.parts.trained_epoch(epoch, committed)
+        changes = self._m.parts.trained_epoch(epoch, self._m.store.current.files)
         if self._settings.training.evaluation_interval:
             return changes
-        return changes | self._m.parts.evaluated_epoch(epoch, committed)
+        return changes | self._evaluated_epoch(epoch)
 
     def _evaluate(self, progress: Progress) -> Progress:
         """Evaluate one epoch; return what follows, or the same place if all ranks agreed to stop."""
@@ -155,8 +170,11 @@ class Loop:
         following = self._judge(progress)
         values = shown_losses(self._m.records.losses, "val", self._weights())
         LOGGER.info(val_line(epoch, stage.num_rounds, values))
-        self._commit(lambda: self._m.parts.evaluated_epoch(epoch, self._m.store.current.files), following)
+        self._commit(lambda: self._evaluated_epoch(epoch), following)
         return following
+
+    def _evaluated_epoch(self, epoch: int) -> Changes:
+        return self._m.parts.evaluated_epoch(epoch, self._kept_pools, self._m.store.current.files)
 
     def _without_validation(self, progress: Progress) -> Progress:
         """Only epoch 0 comes here: there is nothing to judge before the first training epoch."""
@@ -168,9 +186,13 @@ class Loop:
         """Ask the policies what the latest epoch means."""
         losses, weighter = self._m.records.losses, self._components.loss_weighter
         stopper, saver = self._components.early_stopper, self._components.checkpoint_saver
+        key_generators(self._settings.training.seed, "judge", progress.epoch)
         stopper.update(losses, weighter)
         saver.update(losses, weighter, stopper)
-        if stopper.improvement():
+        self._kept_pools = ["best"] if stopper.improvement() else []
+        if saver.save_checkpoints():
+            self._kept_pools.append(f"epoch_{progress.epoch}")
+        if "best" in self._kept_pools:
             self.best = {"epoch": progress.epoch, "values": latest_values(losses, "val")}
         return progress.next(evaluate=False, stop=bool(stopper.early_stop()))
 

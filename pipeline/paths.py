@@ -13,6 +13,8 @@ DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
 STATE_FILE = "state.json"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _MOST_CHARACTERS = 200
+# What an experiment keeps in its own results; an experiment below another name must not look like it.
+RESERVED = frozenset({"pymodules", "settings", "data", "temp_data", "generations"})
 
 
 def check_name(name: str, what: str = "experiment name") -> str:
@@ -22,6 +24,10 @@ def check_name(name: str, what: str = "experiment name") -> str:
         raise UsageError(
             f"The {what} must be at most {_MOST_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
             f"and no part of it may start with '.', but it is {name!r} instead."
+        )
+    if RESERVED & set(segments[1:]):
+        raise UsageError(
+            f"In a grouped name, {', '.join(sorted(RESERVED))} must not be a part, but it is {name!r} instead."
         )
     if name.startswith("-"):
         raise UsageError(f"The {what} must not start with '-', but it is {name!r} instead.")

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments
-from pipeline.errors import InvalidExperiment, Problem, StateConflict, UsageError
+from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UsageError
 from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.counting import count
 from pipeline.experiment.persisted import PersistedParts
+from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
 from pipeline.experiment.weights import load_initial_weights
 from pipeline.loop import Loop, Machinery, build_machinery
@@ -32,7 +33,7 @@ from pipeline.runtime.logs import LOGGER, start_console, start_file
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
 from pipeline.tracking.blocks import first_block, last_block, next_line, shown_values, step_lines
-from pipeline.tracking.publisher import Publisher, Tracker
+from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.tensorboard import EventFile, check_installed
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
@@ -61,6 +62,10 @@ def _settle(paths: ExperimentPaths, disk: Disk) -> None:
         lock.acquire()
         store.recover(PersistedParts.is_needed)
         lock.release()
+        if not store.current.progress.is_finished:
+            raise DamagedResults(
+                f"{paths.name} was finished, but its last commit is damaged; data/ shows the one before."
+            )
     _say_finished(paths, store.peek())
 
 
@@ -106,9 +111,11 @@ class _Run:
         contents = self._processes.together(lambda: read_contents(folder / "settings", self._arguments.all_overrides))
         experiment = self._assemble(folder, contents)
         self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
+        machinery = build_machinery(self._paths, self._processes, experiment, self._store)
         changed = {name: content for name, content in contents.items() if content != frozen[name]}
         self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
-        return build_machinery(self._paths, self._processes, experiment, self._store)
+        relocate(folder / "pymodules", self._paths.results / "pymodules")
+        return machinery
 
     def _check_same_everywhere(self, sources: dict[str, str]) -> None:
         if any(other != sources for other in self._processes.gather(sources)):
@@ -243,11 +250,10 @@ class _Run:
         return progress
 
     def _publisher(self, machinery: Machinery, progress: Progress) -> Publisher:
-        trackers: list[Tracker] = []
-        publisher = Publisher(machinery.records, len(machinery.training.plan), trackers)
+        publisher = Publisher(machinery.records, len(machinery.training.plan))
         epoch = Loop.recorded_epoch(progress)
         if self._processes.is_rank_zero and machinery.experiment.settings.logging.tensorboard:
-            trackers.append(EventFile(self._paths.tensorboard, publisher.first_step(epoch)))
+            publisher.add(lambda: EventFile(self._paths.tensorboard, publisher.first_step(epoch)))
         if progress != Progress():
             publisher.resume(epoch)
             publisher.publish(epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,20 @@ class TorchScheduler(BaseScheduler):
         if isinstance(torch_scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric, which schedulers do not see; write a BaseScheduler.")
         self.torch_scheduler, self.per = torch_scheduler, per
+        self.is_waiting = False
+
+    def initialize(self, start_epoch: int) -> None:
+        """Undo the rate that torch's schedulers set when they are created, until their time has come."""
+        self.is_waiting = start_epoch > 1
+        for group in self.torch_scheduler.optimizer.param_groups if self.is_waiting else ():
+            group["lr"] = group["initial_lr"]
+
+    def before_train_epoch(self, num_steps: int) -> None:
+        if self.is_waiting:
+            self.is_waiting = False
+            rates = self.torch_scheduler.get_last_lr()
+            for group, rate in zip(self.torch_scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def after_train_step(self, step: int) -> None:
         if self.per == "step":
@@ -52,10 +67,12 @@ class TorchScheduler(BaseScheduler):
 
     def save(self, folder: Path) -> None:
         with (folder / "scheduler.pt").open("wb") as file:
-            torch.save(self.torch_scheduler.state_dict(), file)
+            torch.save({"is_waiting": self.is_waiting, "scheduler": self.torch_scheduler.state_dict()}, file)
 
     def load(self, folder: Path) -> None:
-        self.torch_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+        state = torch.load(folder / "scheduler.pt", weights_only=True)
+        self.is_waiting = state["is_waiting"]
+        self.torch_scheduler.load_state_dict(state["scheduler"])
 
 
 class WarmupScheduler(BaseScheduler):
@@ -74,7 +91,8 @@ class WarmupScheduler(BaseScheduler):
     ) -> None:
         self.optimizer, self.warmup_epochs, self.start_factor = optimizer, warmup_epochs, start_factor
         self.then: Any = then or BaseScheduler()
-        self.full_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        # A torch scheduler behind this one may have lowered the rates already when it was created.
+        self.full_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.num_epochs = 0
         self.num_steps = 1
 
@@ -83,7 +101,7 @@ class WarmupScheduler(BaseScheduler):
         return self.num_epochs < self.warmup_epochs
 
     def initialize(self, start_epoch: int) -> None:
-        self.then.initialize(start_epoch)
+        self.then.initialize(start_epoch + math.ceil(self.warmup_epochs))
 
     def before_train_epoch(self, num_steps: int) -> None:
         self.num_steps = num_steps

@@ -129,7 +129,7 @@ def _create_optimizers(components: Components, folder: Path) -> dict[str, Optimi
 def _prefer_fused(optimizer: Optimizer) -> None:
     """Use torch's fused kernels where the author has not chosen otherwise: the same update in one pass."""
     for group in optimizer.param_groups if type(optimizer) in _FUSED else ():
-        has_choice = all(group.get(option) in (None, False) for option in ("foreach", "capturable", "differentiable"))
+        has_choice = group.get("foreach") is None and not (group.get("capturable") or group.get("differentiable"))
         is_usual = all(one.is_floating_point() and one.device.type in ("cpu", "cuda") for one in group["params"])
         if group.get("fused") is None and has_choice and is_usual:
             group["fused"] = True

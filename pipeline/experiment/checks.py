@@ -139,6 +139,10 @@ def parameter_problems(components: Components, optimizers: Mapping[str, Optimize
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append(name)
+    known = {id(parameter) for entry in components.modules.values() for parameter in entry.module.parameters()}
+    for name in sorted({name for parameter, names in owners.items() if parameter not in known for name in names}):
+        what = "every parameter must belong to a module in modules/, but some do not: they would not be saved"
+        yield Problem(str(folder / "optim_sched" / f"{name}.py"), what)
     for module_name, entry in components.modules.items():
         where = str(folder / "modules" / f"{module_name}.py")
         for parameter_name, parameter in entry.module.named_parameters():

@@ -132,6 +132,12 @@ class ContractReader:
         for key, kinds in _LOADER_ARGUMENT_TYPES.items():
             if key in given and not isinstance(given[key], kinds):
                 self._broken(module, f"{name}[{key!r}]", f"has a wrong type: {given[key]!r}")
+        if isinstance(given.get("timeout"), (int, float)) and given["timeout"] < 0:
+            self._broken(module, f"{name}['timeout']", f"must be 0 or more, but is {given['timeout']!r}")
+        if given.get("multiprocessing_context") not in (None, "fork"):
+            self._broken(
+                module, f"{name}['multiprocessing_context']", "must be 'fork': workers share imported pymodules"
+            )
         if "batch_size" not in given:
             return self._broken(module, f"{name}['batch_size']", "is missing")
         return LoaderArguments(**{key: given[key] for key in known if key in given})

@@ -53,7 +53,7 @@ class PersistedParts:
         sealed = self._records.step_files(epoch)
         return Changes(files, removed=segments, sealed=sealed) | self._optimizers() | self._loss_weighter()
 
-    def evaluated_epoch(self, epoch: int, committed: Iterable[str]) -> Changes:
+    def evaluated_epoch(self, epoch: int, pools: list[str], committed: Iterable[str]) -> Changes:
         """The verdicts after an evaluation; pools are new names for the weights of ``last``."""
         weights = {
             name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._records.losses["val"]
@@ -61,15 +61,10 @@ class PersistedParts:
         weight_file = {
             f"loss_weight_data/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights})
         }
-        pools = self._pools_to_keep(epoch)
         same = {path.replace("/last/", f"/{pool}/"): path for path in self._last_pool() for pool in pools}
         dropped = self._outdated_pools({*committed, *same})
         policies = self._policies()
         return Changes(self._records.epoch_files("val"), policies.folders, same, dropped, weight_file, is_partial=True)
-
-    def _pools_to_keep(self, epoch: int) -> list[str]:
-        best = ["best"] if self._components.early_stopper.improvement() else []
-        return best + ([f"epoch_{epoch}"] if self._components.checkpoint_saver.save_checkpoints() else [])
 
     def _outdated_pools(self, committed: set[str]) -> set[str]:
         limit = getattr(self._components.checkpoint_saver, "num_to_keep", None)

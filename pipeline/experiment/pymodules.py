@@ -31,7 +31,18 @@ UTILS = "utils"
 IMPORT_TIME_LIMIT_VARIABLE = "GORIDEEPSTYLE_IMPORT_TIMEOUT"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _IGNORED = re.compile(r"__pycache__|\..*|.*~|.*\.(pyc|swp|swo|tmp|bak)|#.*#")
+_PREFIX = "_experiment_pymodules_"
 _packages = itertools.count()
+
+
+def relocate(source: Path, target: Path) -> None:
+    """Let modules loaded from one folder read and import whatever they still need from its copy."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIX):
+            if str(getattr(module, "__file__", None) or "").startswith(str(source)):
+                module.__file__ = str(target / Path(str(module.__file__)).relative_to(source))
+            if hasattr(module, "__path__"):
+                module.__path__ = [str(path).replace(str(source), str(target), 1) for path in module.__path__]
 
 
 def is_ignored(name: str) -> bool:
@@ -46,7 +57,7 @@ class PymoduleLoader:
         self.folder, self.problems = folder, list[Problem]()
         self.failed_families: set[str] = set()
         self._seed = seed
-        self._package = f"_experiment_pymodules_{next(_packages)}"
+        self._package = f"{_PREFIX}{next(_packages)}"
 
     def load(self) -> dict[str, dict[str, ModuleType]]:
         """Return every imported file by family and name; singles are the family ''."""

@@ -57,7 +57,7 @@ def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
     if not paths.trash.exists():
         return
     if paths.logs.is_dir():
-        _clear(paths.logs, _open_log_folder(), disk)
+        _clear(paths.logs.resolve(), _open_log_folder(), disk)
     disk.remove_tree(paths.trash)
     LOGGER.info("Deleted the results and logs of %s.", paths.name)
 
@@ -74,4 +74,4 @@ def _clear(folder: Path, spared: Path | None, disk: Disk) -> None:
 def _open_log_folder() -> Path | None:
     """Return the folder into which the current torchrun writes: LOG_DIR/RUN/attempt_N/LOCAL_RANK/error.json."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).absolute().parents[2] if error_file else None
+    return Path(error_file).resolve().parents[2] if error_file else None

@@ -64,7 +64,16 @@ def _output(*command: str) -> str | None:
 def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
     if not paths.starts_file.exists():
         return []
-    return [json.loads(line) for line in paths.starts_file.read_text().splitlines()]
+    return [_parsed(line) for line in paths.starts_file.read_text(errors="replace").splitlines()]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Keep a line that cannot be read for those who can make something of it."""
+    try:
+        start = json.loads(line)
+    except ValueError:
+        return {"unreadable": line}
+    return start if isinstance(start, dict) else {"unreadable": line}
 
 
 def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk) -> None:

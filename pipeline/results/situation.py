@@ -7,15 +7,12 @@ from pathlib import Path
 
 from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line
 from pipeline.errors import StateConflict, UsageError, nearest
-from pipeline.paths import STATE_FILE, ExperimentPaths, results_names, settings_names
+from pipeline.paths import RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
 from pipeline.progress import Progress
 from pipeline.results.lock import check_free
 from pipeline.results.manifest import read_sealed_json
 
-OWN_NAMES = frozenset(
-    f"pymodules settings data temp_data generations {STATE_FILE} run.lock status.json .status.json.new "
-    "starts.jsonl stop.request".split()
-)
+OWN_NAMES = RESERVED | {STATE_FILE, "run.lock", "status.json", ".status.json.new", "starts.jsonl", "stop.request"}
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,10 @@ def _refuse_groups(paths: ExperimentPaths) -> None:
     segments = paths.name.split("/")
     for count in range(1, len(segments)):
         above = "/".join(segments[:count])
-        if paths.other(above).state_file.exists():
+        other = paths.other(above)
+        if other.state_file.exists() or other.generations.exists() or other.lock_file.exists():
             raise UsageError(f"{paths.name!r} must not lie inside an experiment, but {above!r} is one.")
-    if not paths.results.is_dir() or paths.state_file.exists() or paths.generations.exists():
+    if not paths.results.is_dir() or paths.state_file.exists():
         return
     foreign = sorted(entry.name for entry in paths.results.iterdir() if entry.name not in OWN_NAMES)
     if foreign:

@@ -37,6 +37,7 @@ class ResultsStore:
         self.current = Manifest()
         self._parent = Manifest()
         self._next = 1
+        self._has_broken_chain = False
 
     # ------------------------------------------------------------------ commit
 
@@ -97,6 +98,10 @@ class ResultsStore:
         """Let a component write its folder, then make durable whatever it wrote."""
         self._disk.make_scratch_folder(staging / folder)
         self._disk.perform("save", staging / folder, lambda: save(staging / folder))
+        for path in sorted((staging / folder).rglob("*"), reverse=True):
+            if path.is_dir():
+                self._remove_empty_folders(path, staging)
+        self._remove_empty_folders(staging / folder, staging)
         for path in sorted((staging / folder).rglob("*")):
             if path.is_file():
                 self._disk.sync_file(path)
@@ -200,6 +205,7 @@ class ResultsStore:
         if manifest is None:
             return [f"generations/{generation}/{MANIFEST_FILE}"]
         needed = {path: entry for path, entry in manifest.files.items() if is_needed(path)}
+        needed |= self._latest_sealed(manifest.sealed)
         return [path for path, entry in needed.items() if not self._is_intact(path, entry)]
 
     def _is_intact(self, path: str, entry: Entry) -> bool:
@@ -221,7 +227,7 @@ class ResultsStore:
         self._clear_temp_data()
         self._show(self._all_files())
         self._warn_of_pools()
-        if named == manifest.generation:
+        if named == manifest.generation and not self._has_broken_chain:
             self._sweep()
 
     def _warn_of_pools(self) -> None:
@@ -248,19 +254,30 @@ class ResultsStore:
         return [path for path in found if path.relative_to(self._paths.generations).as_posix() not in kept]
 
     def _sweep(self) -> None:
+        known = [self._read_manifest(generation) for generation in self._generations()]
+        names = {path for manifest in known if manifest for path in manifest.files}
+        self._hide(names - set(self._all_files()))
         for path in self._strays():
             self._remove_object(path)
-        shown = set(self.current.files) | {path for path, _ in self._all_sealed()}
-        self._hide(set(self._parent.files) - shown)
 
     def _sealed_list(self, entry: Entry) -> tuple[dict[str, Entry], Entry | None]:
         value = read_sealed_json(self._paths.generations / entry.object)
         if value is None:
-            raise DamagedResults(
-                f"{self._paths.generations / entry.object} is missing or damaged; restore it from a backup."
-            )
+            LOGGER.error("Damaged: generations/%s. Records listed in it are not looked after any more.", entry.object)
+            self._has_broken_chain = True
+            return {}, None
         files = {path: Entry.from_json(one) for path, one in value["files"].items()}
         return files, Entry.from_json(value["previous"]) if value["previous"] else None
+
+    def _latest_sealed(self, entry: Entry | None) -> dict[str, Entry]:
+        """Return the records of the latest epoch, sealed by its training and its evaluation, which a resume reads."""
+        found: dict[str, Entry] = {}
+        for _ in range(2):
+            if entry is not None:
+                found[entry.object] = entry
+                files, entry = self._sealed_list(entry)
+                found |= files
+        return found
 
     def _all_files(self) -> dict[str, Entry]:
         return {**self.current.files, **dict(self._all_sealed())}
@@ -282,7 +299,8 @@ class ResultsStore:
     def is_settled(self) -> bool:
         """Tell, changing nothing, whether all that follows a commit has been done as well."""
         manifest = self.peek()
-        if manifest is None or any(self._paths.temp_data.iterdir()):
+        has_leftovers = self._paths.temp_data.is_dir() and any(self._paths.temp_data.iterdir())
+        if manifest is None or has_leftovers:
             return False
         self.current = manifest
         self._parent = (self._read_manifest(manifest.parent) if manifest.parent else None) or Manifest()

@@ -21,7 +21,7 @@ TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 @dataclass(frozen=True)
 class Processes:
-    """This rank among the others; the only reader of torchrun's variables.
+    """This rank among the others.
 
     One process without torchrun is a group of one: every method then answers without communication.
     """
@@ -33,12 +33,15 @@ class Processes:
     @classmethod
     def join(cls) -> Processes:
         """Join the process group torchrun describes; alone, join nothing."""
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = _device(local_rank)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        try:
+            device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+            timeout = timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30))
+        except PipelineError as error:
+            # Every rank finds the same before it can talk to the others.
+            raise error.shared() from None
         if world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30)))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         return cls(int(os.environ.get("RANK", "0")), world_size, device)
 
     @property
@@ -119,9 +122,10 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return _CPU
-    if local_rank >= torch.cuda.device_count():
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_processes > torch.cuda.device_count():
         raise UsageError(
-            f"{local_rank + 1} or more processes need as many GPUs, but {torch.cuda.device_count()} are visible.",
+            f"{num_processes} processes need as many GPUs, but {torch.cuda.device_count()} are visible.",
             "lower --nproc-per-node or widen CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)

@@ -61,17 +61,22 @@ class SharedBuffers:
     """All other buffers: every step starts from rank zero's, so that nothing depends on what a lost process saw."""
 
     def __init__(self, modules: list[nn.Module], statistics: BatchNormStatistics, processes: Processes) -> None:
-        self._processes = processes
-        known = {id(tensor) for tensor in statistics.tensors}
-        buffers = [buffer for module in modules for buffer in module.buffers() if id(buffer) not in known]
+        self._processes, self._modules = processes, modules
+        self._known = {id(tensor) for tensor in statistics.tensors}
+        self._has_any = bool(self._collect())
+
+    def _collect(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now: a module may have replaced one by another tensor."""
+        buffers = [buffer for module in self._modules for buffer in module.buffers() if id(buffer) not in self._known]
         # Wider types come first, so that every slice of the bytes is aligned for its type.
-        self._buffers = sorted(buffers, key=lambda buffer: -buffer.element_size())
+        return sorted(buffers, key=lambda buffer: -buffer.element_size())
 
     def share(self) -> None:
-        if self._processes.world_size == 1 or not self._buffers:
+        if self._processes.world_size == 1 or not self._has_any:
             return
-        flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._buffers])
+        buffers = self._collect()
+        flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
         self._processes.send_from_rank_zero(flat)
-        sizes = [buffer.numel() * buffer.element_size() for buffer in self._buffers]
-        for buffer, part in zip(self._buffers, flat.split(sizes), strict=True):
-            buffer.copy_(part.view(buffer.dtype).view_as(buffer))
+        sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+        for buffer, part in zip(buffers, flat.split(sizes), strict=True):
+            buffer.detach().copy_(part.view(buffer.dtype).view_as(buffer))

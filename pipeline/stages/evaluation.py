@@ -9,6 +9,7 @@ import torch
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.records import Records
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import GradientEngine
 from pipeline.stages.losses import LossLedger
@@ -44,6 +45,8 @@ class EvaluationStage:
         An evaluation is recorded whole or not at all: stopping one loses nothing but its own time.
         """
         weighter = self._experiment.components.loss_weighter
+        seed = self._experiment.settings.training.seed
+        key_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
         self._engine.buffers.share()
         self._experiment.set_training(False)
@@ -64,6 +67,7 @@ class EvaluationStage:
                 return
             yield False
         self._record(epoch)
+        key_generators(seed, "after evaluation", epoch)
         weighter.after_eval_epoch(self._records.losses)
 
     def _record(self, epoch: int) -> None:

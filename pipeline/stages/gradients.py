@@ -172,16 +172,17 @@ class GradientEngine:
 
     def finish_step(self) -> Verdict:
         """Apply the reduced gradients, or skip the step if anything was not finite; the same on every rank."""
-        optimizers = self._experiment.optimizers.values()
+        named = self._experiment.optimizers.items()
+        used = [one for name, one in named if any(own.grad is not None for own in self._parameters[name])]
         if self.scaler.is_enabled():
-            for optimizer in optimizers:
+            for optimizer in used:
                 self.scaler.unscale_(optimizer)
         verdict = self._judge()
         if not verdict.skipped:
             self._clip(verdict.norm)
-            for optimizer in optimizers:
+            for optimizer in used:
                 self.scaler.step(optimizer)
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and used:
             self.scaler.update()
         self._statistics.end_step(skipped=verdict.skipped)
         self._forget()
@@ -205,7 +206,7 @@ class GradientEngine:
         is_finite = all(math.isfinite(value) for value in by_optimizer.values())
         return Verdict(
             skipped=not (is_finite and health == 0),
-            overflowed=self.scaler.is_enabled() and health == 0 and not is_finite,
+            overflowed=health == 0 and not is_finite and self.scaler.is_enabled() and self.scaler.get_scale() > 1,
             stop=stop > 0,
             commit=commit > 0,
             norms=by_optimizer,

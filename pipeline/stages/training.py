@@ -14,6 +14,7 @@ from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.records import Records
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import Compute, GradientEngine, Verdict, Wishes
 from pipeline.stages.losses import LossLedger
@@ -82,6 +83,7 @@ class TrainingStage:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._records.forget_steps()
+        key_generators(self._settings.seed, "begin", epoch)
         self._weighter.before_train_epoch(self._records.losses)
         for scheduler in self._active_schedulers(epoch):
             scheduler.before_train_epoch(len(self.plan))
@@ -89,6 +91,7 @@ class TrainingStage:
     def _end_epoch(self, epoch: int) -> None:
         self.flush()
         self._records.finish_train_epoch(epoch)
+        key_generators(self._settings.seed, "end", epoch)
         for scheduler in self._active_schedulers(epoch):
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
@@ -161,6 +164,7 @@ class TrainingStage:
         for scheduler in self._active_schedulers(epoch):
             scheduler.after_train_step(index + 1)
         if self._looks_at_steps:
+            key_generators(self._settings.seed, "after", epoch, index)
             self._weighter.after_train_step(self._records.losses)
         self._count_skipped(epoch, index, verdict)
 

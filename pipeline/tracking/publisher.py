@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from pipeline.experiment.records import Records
@@ -24,8 +25,8 @@ class Publisher:
     All values are placed on one axis of steps: step ``i`` of epoch ``n`` is ``(n - 1) * num_steps + i``.
     """
 
-    def __init__(self, records: Records, num_steps: int, trackers: list[Tracker]) -> None:
-        self._records, self._num_steps, self._trackers = records, num_steps, trackers
+    def __init__(self, records: Records, num_steps: int) -> None:
+        self._records, self._num_steps, self._trackers = records, num_steps, list[Tracker]()
         self._sent_steps = 0
         self._sent_epochs = dict.fromkeys(records.losses, -1)
 
@@ -45,15 +46,23 @@ class Publisher:
         points = [*self._step_points(epoch), *self._epoch_points()]
         self._sent_steps = self._records.num_steps
         for tracker in list(self._trackers):
-            try:
-                tracker.publish(points)
-            except Exception as error:
-                self._trackers.remove(tracker)
-                LOGGER.warning("%s failed: %s. Training goes on without it.", type(tracker).__name__, error)
+            self._guard(tracker, partial(tracker.publish, points))
+
+    def add(self, create: Callable[[], Tracker]) -> None:
+        """Take part of a tracker, if it can be created."""
+        self._guard(None, lambda: self._trackers.append(create()))
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        for tracker in list(self._trackers):
+            self._guard(tracker, tracker.close)
+
+    def _guard(self, tracker: Tracker | None, action: Callable[[], None]) -> None:
+        """Act, and do without a tracker that fails: it is a mirror, never a reason to stop."""
+        try:
+            action()
+        except Exception as error:
+            self._trackers = [one for one in self._trackers if one is not tracker]
+            LOGGER.warning("A tracker failed: %s. Training goes on without it.", error)
 
     def _step_points(self, epoch: int) -> Iterator[Point]:
         first = self.first_step(epoch)

@@ -232,6 +232,64 @@ def test_experiment_inside_another_is_refused(begun: Path) -> None:
         run_inside(begun, name="tiny/inner")
 
 
+def test_experiment_below_a_group_cannot_look_like_results(tmp_path: Path) -> None:
+    """A name such as 'group/data' is refused: starting 'group' would take it for its own."""
+    with pytest.raises(SystemExit) as refusal:
+        run_inside(tmp_path, name="group/data")
+    assert refusal.value.code == 2
+
+
+def test_damaged_list_of_starts_does_not_block(begun: Path) -> None:
+    """A list of starts that cannot be read is kept as it is, and the run goes on."""
+    with (begun / RESULTS / "starts.jsonl").open("a") as starts:
+        starts.write('{"torn')
+    assert run_inside(begun, "--resume").is_finished
+    assert '{\\"torn' in (begun / RESULTS / "starts.jsonl").read_text()
+
+
+def test_damaged_record_of_the_latest_epoch_falls_back(begun: Path) -> None:
+    """A flipped bit in the records a resume reads makes it go on from the commit before, to the same end."""
+    path = begun / RESULTS / "data/loss_reg_data/train/loss_a/step_data_1.npz"
+    content = bytearray(path.read_bytes())
+    content[60] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    assert run_inside(begun, "--resume").is_finished
+    check_same(begun)
+
+
+def test_files_read_late_come_from_the_copy(home: Path) -> None:
+    """What a module reads or imports after the start is the frozen copy, already in the first run."""
+    late = """
+        from pathlib import Path
+
+        from pipeline.components import WeightedLossEarlyStopper
+
+
+        class Stopper(WeightedLossEarlyStopper):
+            def update(self, losses, loss_weighter):
+                from .utils import late
+
+                assert "experiment_results" in late.__file__
+                assert "experiment_results" in __file__
+                super().update(losses, loss_weighter)
+
+
+        early_stopper = Stopper(max_epochs=1)
+    """
+    write_experiment(home, files={"pymodules/early_stopper.py": late, "pymodules/utils/late.py": "value = 1\n"})
+    assert run_inside(home).is_finished
+
+
+def test_empty_folders_do_not_pile_up(home: Path) -> None:
+    """Components that save nothing leave no folder behind in any commit."""
+    text = "from pipeline.components import UniformLossWeighter\n\nloss_weighter = UniformLossWeighter()\n"
+    write_experiment(home, files={"pymodules/loss_weighter.py": text})
+    run_inside(home)
+    folders = [path for path in (home / RESULTS / "generations").rglob("*") if path.is_dir()]
+    assert all(any(folder.iterdir()) for folder in folders)
+
+
 def test_grouped_names_work(tmp_path: Path) -> None:
     """Experiments may be grouped by slashes."""
     write_experiment(tmp_path, "group/one")

@@ -132,3 +132,50 @@ def test_losses_of_a_wrong_shape_are_told(home: Path) -> None:
     assert done.returncode == 1
     assert "must return one value per item for 'loss_a', here 4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_exit_in_an_authors_code_is_no_success(home: Path) -> None:
+    """sys.exit(0) in a component ends the run with 1 and says where."""
+    text = """
+        import sys
+
+        from pipeline.components import WeightedLossEarlyStopper
+
+
+        class Stopper(WeightedLossEarlyStopper):
+            def update(self, losses, loss_weighter):
+                sys.exit(0)
+
+
+        early_stopper = Stopper(max_epochs=1)
+    """
+    write_experiment(home, files={"pymodules/early_stopper.py": text})
+    done = run_process(home)
+    assert done.returncode == 1
+    assert "early_stopper.py" in done.stderr
+
+
+def test_random_policy_draws_the_same_on_every_rank(home: Path) -> None:
+    """A loss weighter that draws at random has the same weights on all ranks, and after a resume."""
+    text = """
+        import os
+        import random
+
+        from pipeline.components import BaseLossWeighter
+
+
+        class Random(BaseLossWeighter):
+            def before_train_epoch(self, losses):
+                with open(os.environ["DRAWN"] + os.environ.get("RANK", "0"), "a") as file:
+                    file.write(f"{random.random()}\\n")
+
+
+        loss_weighter = Random()
+    """
+    write_experiment(home, files={"pymodules/loss_weighter.py": text})
+    variables = {"DRAWN": str(home / "drawn_by_")}
+    assert run_process(home, "--stop-after-epoch", "1", nproc=2, env=variables).returncode == 0
+    assert run_process(home, "--resume", nproc=2, env=variables).returncode == 0
+    first, second = ((home / f"drawn_by_{rank}").read_text().split() for rank in range(2))
+    assert first == second
+    assert len(set(first)) == 3

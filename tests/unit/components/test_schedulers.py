@@ -161,7 +161,7 @@ def test_warm_up_restored_after_it_ended_goes_on(tmp_path: Path) -> None:
 
 
 def test_warm_up_passes_the_start_epoch_on() -> None:
-    """The scheduler behind it is told once from which epoch on it acts."""
+    """The scheduler behind it is told once from which epoch on it acts: after the warm-up."""
 
     class Listener(BaseScheduler):
         heard: int | None = None
@@ -171,4 +171,4 @@ def test_warm_up_passes_the_start_epoch_on() -> None:
 
     listener = Listener()
     WarmupScheduler(optimizer_with(1.0), 1, listener).initialize(3)
-    assert listener.heard == 3
+    assert listener.heard == 4

@@ -23,6 +23,14 @@ from tests.support.running import run_inside
 NUM_STEPS = 4
 
 
+def publisher_of(found: Records, *trackers: Any) -> Publisher:
+    """Return a publisher that feeds these trackers."""
+    publisher = Publisher(found, NUM_STEPS)
+    for tracker in trackers:
+        publisher.add(lambda tracker=tracker: tracker)
+    return publisher
+
+
 def series(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return what TensorBoard's own reader shows, by tag."""
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -85,7 +93,7 @@ def test_torn_file_of_a_killed_writer_is_read_as_far_as_it_goes(tmp_path: Path) 
 def test_publisher_sends_each_committed_value_once(tmp_path: Path) -> None:
     """Steps are sent with the commit that holds them, epochs once they are complete."""
     found, tracker = records(), EventFile(tmp_path, 0)
-    publisher = Publisher(found, NUM_STEPS, [tracker])
+    publisher = publisher_of(found, tracker)
     train(found, 1.0, 2)
     publisher.publish(1)
     train(found, 2.0, 2)
@@ -102,7 +110,7 @@ def test_publisher_sends_each_committed_value_once(tmp_path: Path) -> None:
 def test_steps_of_epochs_stand_behind_one_another(tmp_path: Path) -> None:
     """Step i of epoch n has the place (n - 1) * num_steps + i."""
     found = records()
-    publisher = Publisher(found, NUM_STEPS, [EventFile(tmp_path, 0)])
+    publisher = publisher_of(found, EventFile(tmp_path, 0))
     for epoch in (1, 2):
         publisher.begin_epoch()
         found.forget_steps()
@@ -117,11 +125,13 @@ def test_steps_of_epochs_stand_behind_one_another(tmp_path: Path) -> None:
 def test_resumed_publisher_leaves_no_gap_and_no_double(tmp_path: Path) -> None:
     """A run killed after its commit but before publishing is completed by the next one."""
     found = records()
-    first = Publisher(found, NUM_STEPS, [EventFile(tmp_path, 0)])
+    first = publisher_of(found, EventFile(tmp_path, 0))
     train(found, 1.0, 2)
     first.publish(1)
     train(found, 2.0, 1)
-    second = Publisher(found, NUM_STEPS, [])
+    second = publisher_of(
+        found,
+    )
     second._trackers.append(EventFile(tmp_path, second.first_step(1)))
     second.resume(1)
     second.publish(1)
@@ -134,7 +144,7 @@ def test_skipped_step_and_missing_register_are_no_points_of_value_zero(tmp_path:
     found.add_step_rates({"main": {"all": 0.1}}, {"main": 1.0}, False)
     found.add_step_losses(np.asarray([0.0]), [0])
     train(found, 3.0)
-    Publisher(found, NUM_STEPS, [EventFile(tmp_path, 0)]).publish(1)
+    publisher_of(found, EventFile(tmp_path, 0)).publish(1)
     assert series(tmp_path)["train_steps/loss"] == [(2, 3.0)]
 
 
@@ -162,7 +172,7 @@ def test_tracker_that_fails_is_left_behind(capsys: pytest.CaptureFixture[str]) -
             self.num_calls += 1
 
     broken, working = Broken(), Working()
-    publisher = Publisher(records(), NUM_STEPS, [broken, working])
+    publisher = publisher_of(records(), broken, working)
     publisher.publish(1)
     publisher.publish(1)
     assert (broken.num_calls, working.num_calls) == (1, 2)
