@@ -15,10 +15,10 @@ demo: .venv/installed
 	$(BIN)/torchrun --nproc-per-node=2 training_pipeline.py digits --data-home demo --reset
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=15
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=10
 
 check: .venv/installed
 	$(BIN)/ruff check .

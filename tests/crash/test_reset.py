@@ -40,12 +40,13 @@ def copy_of(begun: Path, home: Path) -> ExperimentPaths:
     return ExperimentPaths(home, "tiny")
 
 
-def test_killed_reset_leaves_all_or_nothing(begun: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_reset_leaves_all_or_nothing(begun: Path, tmp_path: Path, stride: int) -> None:
     """Before the deciding rename everything is there; after it nothing is, and the next start finishes the job."""
     counting = CountingDisk()
     reset(copy_of(begun, tmp_path / "counted"), counting)
     before = {name: content for name, (content, _) in tree(begun / RESULTS).items() if name != "run.lock"}
-    for kill_at in range(1, len(counting.operations) + 1):
+    for kill_at in range(1, len(counting.operations) + 1, stride):
         paths = copy_of(begun, tmp_path / str(kill_at))
         with pytest.raises(Killed):
             reset(paths, KillingDisk(kill_at, "before"))

@@ -58,7 +58,7 @@ def test_run_killed_at_some_operations_ends_the_same(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_run_killed_at_many_operations_ends_the_same(tmp_path: Path) -> None:
     """Many more operations of the same run."""
-    print(f"{kill_everywhere(tmp_path, stride=6, offset=0)} kills survived")
+    print(f"{kill_everywhere(tmp_path, stride=12, offset=0)} kills survived")
 
 
 def test_full_disk_in_mid_run_is_told_and_survived(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.crash.campaign import check_same, prepare
 from tests.support.running import BackgroundRun, run_inside, run_process, send
 
 RESULTS = Path("experiment_results/tiny")
+OTHERS = [pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
 
 
 def step_of(home: Path) -> tuple[int, int]:
@@ -31,9 +32,7 @@ def homes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "reference", tmp_path / "stopped"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
 def test_signal_commits_and_exits_zero(homes: tuple[Path, Path], number: int) -> None:
     """A single process that gets a signal ends with 0 in the middle of an epoch and resumes to the same bits."""
     reference, stopped = homes
@@ -61,7 +60,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(homes: tuple[Path, Path])
     check_same(reference, stopped)
 
 
-@pytest.mark.parametrize("wanted", ["step", "epoch"])
+@pytest.mark.parametrize("wanted", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_stop_request_file_stops_cleanly(homes: tuple[Path, Path], wanted: str) -> None:
     """A request in the results folder ends the run with 0, at once or after the epoch, and only that run."""
     reference, stopped = homes

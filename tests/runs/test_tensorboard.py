@@ -19,7 +19,7 @@ def test_killed_runs_leave_no_point_twice_and_none_out(tmp_path: Path) -> None:
     prepare(tmp_path)
     settings = tmp_path / "experiment_settings/tiny/settings/logging.json"
     settings.write_text('{"progress_bar": {"enabled": false}, "tensorboard": {"enabled": true}}')
-    assert len(list(survive_kills(tmp_path, 1, 3, seed=8))) == 3
+    assert len(list(survive_kills(tmp_path, 1, 2, seed=8))) == 2
     events = EventAccumulator(str(tmp_path / "experiment_logs/tiny/tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     data = tmp_path / "experiment_results/tiny/data"

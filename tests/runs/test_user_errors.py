@@ -31,7 +31,9 @@ def broken(home: Path, file: str, before: str) -> dict[str, str | None]:
     return {file: text.replace(line, boom + line, 1)}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", ["module transform", *(pytest.param(one, marks=pytest.mark.slow) for one in ("dataset", "transform"))]
+)
 def test_exception_shows_the_authors_frames_and_loses_nothing(home: Path, place: str) -> None:
     """The author's file and line come first, the log has it all, and once repaired the run ends as it should."""
     file, before = PLACES[place]

@@ -98,6 +98,7 @@ def test_idle_processes_are_reported_once_with_a_remedy(tmp_path: Path) -> None:
     assert done.stdout.count("1 of 2 processes are idle; data_loading.step_min_items of 5 or more would use all") == 1
 
 
+@pytest.mark.slow
 def test_resuming_with_another_number_of_processes_goes_on(tmp_path: Path) -> None:
     """Stopped at two processes and resumed with one, it finishes, says what differs and stays equal to rounding."""
     write_experiment(tmp_path)
