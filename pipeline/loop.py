@@ -105,8 +105,6 @@ class Loop:
         self._step_seconds: float | None = None
         self._kept_pools: list[str] = []
 
-    # ------------------------------------------------------------------ stages
-
     def run(self, progress: Progress, stop_after_epoch: int | None) -> Progress:
         """Return where the run ended: finished, or at the place from which it will continue."""
         while not progress.is_finished:
@@ -196,8 +194,6 @@ class Loop:
             self.best = {"epoch": progress.epoch, "values": latest_values(losses, "val")}
         return progress.next(evaluate=False, stop=bool(stopper.early_stop()))
 
-    # ------------------------------------------------------------------ steps
-
     def _wishes(self) -> Wishes:
         return Wishes(stop=self._m.stop_requests.asked(), commit=self._m.processes.is_rank_zero and self._is_late())
 
@@ -246,8 +242,6 @@ class Loop:
         return {
             name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._settings.register_names
         }
-
-    # ------------------------------------------------------------------ commits
 
     def _commit(self, changes: Any, progress: Progress) -> None:
         """Let rank zero commit and then publish what has become permanent."""

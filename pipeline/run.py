@@ -99,8 +99,6 @@ class _Run:
         self._introduce(machinery, progress)
         return self._loop(machinery, progress, run_state)
 
-    # ------------------------------------------------------------------ a new experiment
-
     def _begin(self, action: str) -> Machinery:
         """Check everything, and only then write: a refusal leaves the disk as it was."""
         self._processes.on_rank_zero(lambda: check_settings_exist(self._paths))
@@ -141,8 +139,6 @@ class _Run:
                     self._processes.broadcast(False)
         while not self._processes.broadcast(True):
             continue
-
-    # ------------------------------------------------------------------ an experiment that goes on
 
     def _continue(self) -> Machinery:
         """Load the frozen copy, then take the lock and bring the directory into order."""
@@ -196,8 +192,6 @@ class _Run:
     def _restore_run_state(machinery: Machinery, run_state: dict[str, Any]) -> None:
         machinery.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
         machinery.engine.scaler.load_state_dict(run_state["grad_scaler"])
-
-    # ------------------------------------------------------------------ both
 
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)

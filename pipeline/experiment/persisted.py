@@ -26,8 +26,6 @@ class PersistedParts:
         self._experiment, self._components, self._records = experiment, experiment.components, records
         self._num_committed_steps = 0
 
-    # ------------------------------------------------------------------ writing
-
     def prepared(self) -> Changes:
         """Everything an experiment has before its first stage."""
         counters = {
@@ -96,8 +94,6 @@ class PersistedParts:
     def _policies(self) -> Changes:
         names = ("early_stopper", "checkpoint_saver", "loss_weighter")
         return Changes(folders={f"{name}_data": getattr(self._components, name).save for name in names})
-
-    # ------------------------------------------------------------------ reading
 
     @staticmethod
     def is_needed(path: str) -> bool:

@@ -39,8 +39,6 @@ class ResultsStore:
         self._next = 1
         self._has_broken_chain = False
 
-    # ------------------------------------------------------------------ commit
-
     def initialise(self, copies: dict[str, str], sources: dict[str, str]) -> None:
         """Take note of the digests of the frozen copy and of what it was copied from; every commit carries them."""
         self.current = replace(self.current, copies=copies, sources=sources)
@@ -113,8 +111,6 @@ class ResultsStore:
         staging = self._paths.temp_data / "state.json"
         self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state)), staging)
 
-    # ------------------------------------------------------------------ the view in data/
-
     def _changed(self, previous: Manifest, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
         """Yield what differs from the commit before: new files, and new names for older ones."""
         yield from ((path, entry) for path, entry in manifest.files.items() if previous.files.get(path) != entry)
@@ -156,8 +152,6 @@ class ResultsStore:
         while folder != top and folder.is_dir() and not any(folder.iterdir()):
             self._disk.remove_folder(folder)
             folder = folder.parent
-
-    # ------------------------------------------------------------------ recovery
 
     def recover(self, is_needed: Callable[[str], bool]) -> None:
         """Continue from the newest generation whose needed files are intact, and tidy up behind it."""
@@ -293,8 +287,6 @@ class ResultsStore:
         while entry is not None:
             yield entry.object
             _, entry = self._sealed_list(entry)
-
-    # ------------------------------------------------------------------ reading
 
     def is_settled(self) -> bool:
         """Tell, changing nothing, whether all that follows a commit has been done as well."""

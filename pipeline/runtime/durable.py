@@ -35,10 +35,6 @@ class Digest:
                 size += len(chunk)
         return cls(size, sha.hexdigest())
 
-    @classmethod
-    def of_bytes(cls, content: bytes) -> Digest:
-        return cls(len(content), hashlib.sha256(content).hexdigest())
-
 
 class Disk:
     """Changes of the file system, each durable once the call that says so returns.
