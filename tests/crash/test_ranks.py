@@ -14,7 +14,8 @@ from tests.support.experiments import write_experiment
 from tests.support.running import BackgroundRun, run_process, send
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_rank_killed_alone_ends_all_and_loses_nothing(tmp_path: Path, rank: int) -> None:
     """SIGKILL to one of two processes ends the run within seconds, non-zero; resumed, it ends with the same bits."""
     reference, killed = tmp_path / "reference", tmp_path / "killed"

@@ -160,6 +160,7 @@ def test_invalid_experiment_under_torchrun_lists_all_problems_once(home: Path) -
     assert tree(home) == before
 
 
+@pytest.mark.slow
 def test_plain_python_and_torchrun_with_one_process_give_the_same_bits(home: Path) -> None:
     """One process without torchrun is the same run as one process under it."""
     from tests.support.compare import first_difference

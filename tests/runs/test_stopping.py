@@ -60,7 +60,8 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(homes: tuple[Path, Path])
     check_same(reference, stopped)
 
 
-@pytest.mark.parametrize("wanted", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wanted", ["step", "epoch"])
+@pytest.mark.slow
 def test_stop_request_file_stops_cleanly(homes: tuple[Path, Path], wanted: str) -> None:
     """A request in the results folder ends the run with 0, at once or after the epoch, and only that run."""
     reference, stopped = homes

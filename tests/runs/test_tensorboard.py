@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.crash.campaign import prepare, survive_kills
@@ -14,6 +15,7 @@ STEPS = 5
 EPOCHS = 5
 
 
+@pytest.mark.slow
 def test_killed_runs_leave_no_point_twice_and_none_out(tmp_path: Path) -> None:
     """After several kills, every step and epoch is there once, with the values that were recorded."""
     prepare(tmp_path)

@@ -157,6 +157,7 @@ def test_exit_in_an_authors_code_is_no_success(home: Path) -> None:
     assert "early_stopper.py" in done.stderr
 
 
+@pytest.mark.slow
 def test_random_policy_draws_the_same_on_every_rank(home: Path) -> None:
     """A loss weighter that draws at random has the same weights on all ranks, and after a resume."""
     text = """
