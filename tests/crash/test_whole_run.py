@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import PipelineError
 from tests.support.compare import first_difference
-from tests.support.experiments import write_experiment
+from tests.support.experiments import tree, write_experiment
 from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk
 from tests.support.running import run_inside
 
@@ -105,3 +105,22 @@ def _live(home: Path) -> object:
     except Killed:
         gc.collect()
         return Progress()
+
+
+def test_killed_right_after_the_last_commit_nothing_is_left_to_do(tmp_path: Path) -> None:
+    """The next start takes no step, completes what follows a commit, and from then on changes nothing."""
+    reference, home = tmp_path / "reference", tmp_path / "killed"
+    write_experiment(reference)
+    disk = CountingDisk()
+    run_inside(reference, disk=disk)
+    last = max(number for number, (_, path) in enumerate(disk.operations, 1) if path.name == "state.json")
+    write_experiment(home)
+    with pytest.raises(Killed):
+        run_inside(home, disk=KillingDisk(last, "after"))
+    gc.collect()
+    assert run_inside(home, "--resume").is_finished
+    assert first_difference(reference / DATA, home / DATA) is None
+    assert len((home / "experiment_results/tiny/starts.jsonl").read_text().splitlines()) == 1
+    before = tree(home)
+    assert run_inside(home, "--resume").is_finished
+    assert tree(home) == before
