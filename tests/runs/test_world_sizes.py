@@ -12,7 +12,7 @@ import torch
 
 from tests.support.compare import read_any
 from tests.support.experiments import FILES, write_experiment
-from tests.support.running import run_process
+from tests.support.running import run_inside, run_process
 
 WORLD_SIZES = (1, 2, 3, 4)
 RESULTS = "experiment_results/tiny/data"
@@ -90,12 +90,17 @@ def test_weights_and_batchnorm_statistics_agree_to_rounding(homes: dict[int, Pat
                 torch.testing.assert_close(found[name], tensor, rtol=5e-3, atol=1e-4)
 
 
-def test_idle_processes_are_reported_once_with_a_remedy(tmp_path: Path) -> None:
-    """A step too small for all processes is named with the step_min_items that would keep them busy."""
-    write_experiment(tmp_path, data_loading={"step_min_items": 1}, training={"checkpoint_every_steps": None})
+def test_idle_processes_are_reported_and_weights_nobody_used_stay(tmp_path: Path) -> None:
+    """Steps of one batch leave a process idle, which is told once, and move no weights of the other dataset's head."""
+    for name in ("tiny", "alone"):
+        write_experiment(tmp_path, name, data_loading={"step_min_items": 1}, training={"checkpoint_every_steps": None})
     done = run_process(tmp_path, "--stop-after-epoch", "1", nproc=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1 of 2 processes are idle; data_loading.step_min_items of 5 or more would use all") == 1
+    run_inside(tmp_path, "--stop-after-epoch", "1", name="alone")
+    names = [tmp_path / "experiment_results" / name / "data/module_ckps/last/head_b.pt" for name in ("tiny", "alone")]
+    together, alone = (read_any(path)["weight"] for path in names)
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
