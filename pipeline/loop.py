@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.records import Records
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import EVALUATION, TRAINING, Progress
+from pipeline.results.commits import Commits
 from pipeline.results.status import StatusFile
 from pipeline.results.store import ResultsStore
 from pipeline.runtime.durable import Changes
@@ -41,11 +43,19 @@ class Machinery:
     parts: PersistedParts
     module_transforms: dict[str, Any]
     engine: GradientEngine
+    runners: tuple[BatchRunner, BatchRunner]
     training: TrainingStage
     evaluation: EvaluationStage
     store: ResultsStore
+    commits: Commits
     status: StatusFile
     stop_requests: StopRequests
+
+    def close(self) -> None:
+        """End what runs beside the loop: loader workers, and the thread that commits once it has nothing left to do."""
+        self.commits.close()
+        for runner in self.runners:
+            runner.close()
 
     def create_module_transforms(self) -> None:
         """Create the module transforms, once the counters have counted or were restored."""
@@ -75,9 +85,11 @@ def build_machinery(
         parts=PersistedParts(experiment, records),
         module_transforms=transforms,
         engine=engine,
+        runners=(train, val),
         training=training,
         evaluation=EvaluationStage(experiment, processes, val, engine, records),
         store=store,
+        commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
         status=StatusFile(paths.status_file),
         stop_requests=StopRequests(
             paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
@@ -164,6 +176,7 @@ class Loop:
             for stopped in stage.run(epoch, self._m.stop_requests.asked):
                 if stopped:
                     return progress
+                self._m.commits.poll()
                 bar.advance()
         following = self._judge(progress)
         values = shown_losses(self._m.records.losses, "val", self._weights())
@@ -206,6 +219,7 @@ class Loop:
         return report.verdict.commit or (every is not None and report.step % every == 0)
 
     def _after_step(self, epoch: int, report: StepReport) -> None:
+        self._m.commits.poll()
         known = report.seconds if self._step_seconds is None else self._step_seconds
         self._step_seconds = 0.9 * known + 0.1 * report.seconds
         if report.verdict.skipped:
@@ -243,11 +257,11 @@ class Loop:
             name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._settings.register_names
         }
 
-    def _commit(self, changes: Any, progress: Progress) -> None:
-        """Let rank zero commit and then publish what has become permanent."""
+    def _commit(self, changes: Callable[[], Changes], progress: Progress) -> None:
+        """Let rank zero begin a commit; what it makes permanent is published once it is complete."""
         if self._m.processes.is_rank_zero:
-            self._m.store.commit(changes(), progress, self._run_state())
-            self._publisher.publish(self.recorded_epoch(progress))
+            points = self._publisher.collect(self.recorded_epoch(progress))
+            self._m.commits.submit(changes, progress, self._run_state(), lambda: self._publisher.send(points))
             self.report(progress)
         self._committed_at = time.monotonic()
 

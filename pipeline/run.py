@@ -27,7 +27,7 @@ from pipeline.results.manifest import Manifest
 from pipeline.results.preparation import check_writable, open_fresh, reset
 from pipeline.results.provenance import describe_start, differences, read_starts, record_start
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.store import ResultsStore
+from pipeline.results.store import ResultsStore, is_settled, peek
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
 from pipeline.runtime.processes import Processes
@@ -56,17 +56,17 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None) ->
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
     """Leave a finished experiment alone, unless it was killed between its last commit and its end."""
-    store = ResultsStore(paths, disk)
-    if not store.is_settled():
-        lock = RunLock(paths)
+    if not is_settled(paths):
+        lock = RunLock(paths, disk)
         lock.acquire()
+        store = ResultsStore(paths, disk, lock.claim)
         store.recover(PersistedParts.is_needed)
         lock.release()
         if not store.current.progress.is_finished:
             raise DamagedResults(
                 f"{paths.name} was finished, but its last commit is damaged; data/ shows the one before."
             )
-    _say_finished(paths, store.peek())
+    _say_finished(paths, peek(paths))
 
 
 def _say_finished(paths: ExperimentPaths, manifest: Manifest | None) -> None:
@@ -82,8 +82,8 @@ class _Run:
 
     def __init__(self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk) -> None:
         self._arguments, self._paths, self._processes, self._disk = arguments, paths, processes, disk
-        self._store = ResultsStore(paths, disk)
-        self._lock: RunLock | None = None
+        self._lock = RunLock(paths, disk)
+        self._store = ResultsStore(paths, disk, self._lock.claim)
         self._started = time.monotonic()
 
     def execute(self, action: str) -> Progress:
@@ -97,7 +97,10 @@ class _Run:
             progress, run_state = Progress(), {}
             self._count(machinery)
         self._introduce(machinery, progress)
-        return self._loop(machinery, progress, run_state)
+        try:
+            return self._loop(machinery, progress, run_state)
+        finally:
+            machinery.close()
 
     def _begin(self, action: str) -> Machinery:
         """Check everything, and only then write: a refusal leaves the disk as it was."""
@@ -125,7 +128,7 @@ class _Run:
         check_writable(self._paths)
         if action == RESET:
             reset(self._paths, self._disk)
-        self._lock = open_fresh(self._paths, self._disk)
+        open_fresh(self._paths, self._disk, self._lock)
         copies = copy_folder(self._paths.settings, self._paths.results, sources, changed, self._disk)
         self._store.initialise(copies, sources)
 
@@ -150,7 +153,7 @@ class _Run:
         return machinery
 
     def _check_copy(self) -> None:
-        manifest = self._store.peek()
+        manifest = peek(self._paths)
         edited = differing_files(self._paths.results, manifest.copies) if manifest else []
         if edited and not self._arguments.accept_edited_copy:
             fix = "restore it, or go on with --accept-edited-copy"
@@ -171,7 +174,6 @@ class _Run:
         return contents
 
     def _recover(self) -> None:
-        self._lock = RunLock(self._paths)
         self._lock.acquire()
         if look(self._paths).is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
@@ -211,7 +213,7 @@ class _Run:
         self._paths.error_files.mkdir(parents=True, exist_ok=True)
         start_file(self._paths.name, self._paths.log_file)
         earlier = read_starts(self._paths)
-        record_start(self._paths, start, self._disk)
+        record_start(self._paths, start, self._disk, self._lock.claim.folder)
         found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "starts"
         plan = machinery.training.plan
         lines = [
@@ -232,11 +234,13 @@ class _Run:
             progress = progress.next()
             machinery.experiment.initialize_schedulers()
             loop.commit_prepared(progress)
+            machinery.commits.wait()
             self._processes.barrier()
             # Also where they were counted, so that a resumed run cannot see anything else.
             machinery.parts.restore_counters(self._paths.data)
         machinery.create_module_transforms()
         progress = loop.run(progress, self._arguments.stop_after_epoch)
+        machinery.commits.wait()
         if self._processes.is_rank_zero:
             self._conclude(machinery, loop, progress)
         publisher.close()
@@ -250,7 +254,7 @@ class _Run:
             publisher.add(lambda: EventFile(self._paths.tensorboard, publisher.first_step(epoch)))
         if progress != Progress():
             publisher.resume(epoch)
-            publisher.publish(epoch)
+            publisher.send(publisher.collect(epoch))
         return publisher
 
     def _conclude(self, machinery: Machinery, loop: Loop, progress: Progress) -> None:
@@ -264,5 +268,4 @@ class _Run:
         for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))
-        if self._lock:
-            self._lock.release()
+        self._lock.release()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.records import Records
+from pipeline.experiment.snapshots import Snapshots
 from pipeline.experiment.weights import load_tensors
 from pipeline.paths import pool_file
 from pipeline.progress import EVALUATION, Progress
-from pipeline.runtime.durable import Changes, Writer, json_writer
-
-_PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None))
+from pipeline.runtime.durable import Changes, json_writer
 
 
 class PersistedParts:
@@ -24,6 +22,7 @@ class PersistedParts:
 
     def __init__(self, experiment: Experiment, records: Records) -> None:
         self._experiment, self._components, self._records = experiment, experiment.components, records
+        self._snapshots = Snapshots(copies=experiment.settings.training.checkpoint_in_background)
         self._num_committed_steps = 0
 
     def prepared(self) -> Changes:
@@ -33,23 +32,22 @@ class PersistedParts:
         }
         frozen = self._pool("frzn", self._components.frozen_modules)
         initial = self._pool("init", self._components.trained_modules)
-        last = {path: path.replace("/last/", "/init/") for path in self._last_pool()}
+        last = {path: path.replace("/last/", "/init/") for path in self._last_paths()}
         epochs = self._records.epoch_files("train") | self._records.epoch_files("val")
-        return self._policies() | Changes(frozen | initial | epochs, counters, last) | self._optimizers()
+        return self._policies() | Changes(epochs, counters, last) | frozen | initial | self._optimizers()
 
     def running_epoch(self) -> Changes:
         """The state inside a training epoch; of its steps only those that are new."""
         first, self._num_committed_steps = self._num_committed_steps, self._records.num_steps
         steps = {f"running/steps_{first:09d}.npz": self._records.segment(first)}
-        return Changes(self._last_pool() | steps) | self._optimizers() | self._loss_weighter()
+        return Changes(steps) | self._last_pool() | self._optimizers() | self._loss_weighter()
 
     def trained_epoch(self, epoch: int, committed: Iterable[str]) -> Changes:
         """The state after a training epoch; its steps are sealed and their segments go."""
         self._num_committed_steps = 0
         segments = {path for path in committed if path.startswith("running/")}
-        files = self._last_pool() | self._records.epoch_files("train")
-        sealed = self._records.step_files(epoch)
-        return Changes(files, removed=segments, sealed=sealed) | self._optimizers() | self._loss_weighter()
+        records = Changes(self._records.epoch_files("train"), removed=segments, sealed=self._records.step_files(epoch))
+        return records | self._last_pool() | self._optimizers() | self._loss_weighter()
 
     def evaluated_epoch(self, epoch: int, pools: list[str], committed: Iterable[str]) -> Changes:
         """The verdicts after an evaluation; pools are new names for the weights of ``last``."""
@@ -59,7 +57,7 @@ class PersistedParts:
         weight_file = {
             f"loss_weight_data/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights})
         }
-        same = {path.replace("/last/", f"/{pool}/"): path for path in self._last_pool() for pool in pools}
+        same = {path.replace("/last/", f"/{pool}/"): path for path in self._last_paths() for pool in pools}
         dropped = self._outdated_pools({*committed, *same})
         policies = self._policies()
         return Changes(self._records.epoch_files("val"), policies.folders, same, dropped, weight_file, is_partial=True)
@@ -73,20 +71,25 @@ class PersistedParts:
         outdated = [f"{prefix}{epoch}/" for epoch in epochs[: max(0, len(epochs) - limit)]]
         return {path for path in committed if path.startswith(tuple(outdated))} if outdated else set()
 
-    def _pool(self, pool: str, modules: dict[str, torch.nn.Module]) -> dict[str, Writer]:
-        return {
-            f"module_ckps/{pool}/{name}.pt": tensor_writer(f"module {name}", module) for name, module in modules.items()
-        }
+    def _pool(self, pool: str, modules: dict[str, torch.nn.Module]) -> Changes:
+        return self._taken("module", {f"module_ckps/{pool}/{name}.pt": module for name, module in modules.items()})
 
-    def _last_pool(self) -> dict[str, Writer]:
+    def _last_paths(self) -> list[str]:
+        return [f"module_ckps/last/{name}.pt" for name in self._components.trained_modules]
+
+    def _last_pool(self) -> Changes:
         return self._pool("last", self._components.trained_modules)
 
     def _optimizers(self) -> Changes:
-        files = {
-            f"optim_ckps/{name}.pt": tensor_writer(f"optimizer {name}", one)
-            for name, one in self._experiment.optimizers.items()
-        }
-        return Changes(files, {f"sched_data/{name}": one.save for name, one in self._experiment.schedulers.items()})
+        states = {f"optim_ckps/{name}.pt": one for name, one in self._experiment.optimizers.items()}
+        schedulers = {f"sched_data/{name}": one.save for name, one in self._experiment.schedulers.items()}
+        return self._taken("optimizer", states) | Changes(folders=schedulers)
+
+    def _taken(self, kind: str, owners: Mapping[str, Any]) -> Changes:
+        """Take snapshots of modules or optimizers, by path."""
+        taken = {path: self._snapshots.take(f"{kind} {Path(path).stem}", owner) for path, owner in owners.items()}
+        files = {path: writer for path, (writer, _) in taken.items()}
+        return Changes(files, num_bytes=sum(size for _, size in taken.values()))
 
     def _loss_weighter(self) -> Changes:
         return Changes(folders={"loss_weighter_data": self._components.loss_weighter.save})
@@ -132,35 +135,3 @@ def _existing(folder: Path) -> Path:
     """Return a component's folder; one that saved nothing has none on disk."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def tensor_writer(what: str, owner: Any) -> Writer:
-    """Return a writer of an owner's state that can be read back without running code."""
-
-    def write(file: BinaryIO) -> None:
-        state = owner.state_dict()
-        odd = _first_odd(state)
-        if odd is not None:
-            raise PipelineError(
-                f"The state of {what} must hold tensors and plain values only, but {odd} would not load again.\n"
-                "  fix: convert it, for example a numpy number with float(…)."
-            )
-        torch.save(state, file)
-
-    return write
-
-
-def _first_odd(value: Any, path: str = "") -> str | None:
-    """Return the path and type of the first value that a safe load would refuse."""
-    if isinstance(value, dict):
-        children: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, (list, tuple)):
-        children = enumerate(value)
-    else:
-        return (
-            None
-            if type(value) in _PLAIN or isinstance(value, torch.Tensor)
-            else f"{path or 'it'} ({type(value).__name__})"
-        )
-    found = (_first_odd(child, f"{path}[{key!r}]") for key, child in children)
-    return next((odd for odd in found if odd is not None), None)

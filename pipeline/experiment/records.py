@@ -150,11 +150,12 @@ class Records:
 
 
 def npz_writer(arrays: Mapping[str, np.ndarray]) -> Writer:
-    """Return a writer of named arrays; the same arrays give the same bytes."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **{name: np.array(values) for name, values in arrays.items()})  # type: ignore[arg-type]
+    """Return a writer of named arrays as they are now; the same arrays give the same bytes."""
+    taken = {name: np.array(values) for name, values in arrays.items()}
 
     def write(file: BinaryIO) -> None:
+        buffer = io.BytesIO()
+        np.savez(buffer, **taken)  # type: ignore[arg-type]
         file.write(buffer.getvalue())
 
     return write

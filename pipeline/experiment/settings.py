@@ -39,6 +39,7 @@ class TrainingSettings:
     sync_batchnorm: bool = False
     checkpoint_every_steps: int | None = None
     checkpoint_every_minutes: float | None = 10
+    checkpoint_in_background: bool = True
     evaluation_interval: int = 1
     max_consecutive_nan_steps: int = 10
     lr_scaling: LrScaling | None = None

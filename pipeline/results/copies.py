@@ -62,7 +62,7 @@ def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Co
     ``sources`` are the digests of the files as they were loaded and checked.
     """
     writers = {name: _file_writer(source / name) for name in sources}
-    digests = {name: _copy(target / name, writer, disk) for name, writer in writers.items()}
+    digests = {name: _copy(target, name, writer, disk) for name, writer in writers.items()}
     if digests != sources:
         edited = ", ".join(name for name in sources if digests[name] != sources[name])
         raise InvalidExperiment(
@@ -71,15 +71,16 @@ def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Co
     for name, content in changed.items():
         path = f"settings/{name}.json"
         disk.remove(target / path)
-        digests[path] = _copy(target / path, json_writer(content), disk)
+        digests[path] = _copy(target, path, json_writer(content), disk)
     for part in COPIED:
         disk.sync_folders(target / part)
+    disk.sync_folder(target)
     return digests
 
 
-def _copy(target: Path, writer: Writer, disk: Disk) -> str:
-    disk.make_scratch_folder(target.parent)
-    return disk.write(target, writer).sha256
+def _copy(target: Path, name: str, writer: Writer, disk: Disk) -> str:
+    disk.make_scratch_folder((target / name).parent, target)
+    return disk.write(target / name, writer).sha256
 
 
 def _file_writer(path: Path) -> Writer:

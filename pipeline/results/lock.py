@@ -1,49 +1,203 @@
-"""The run lock: at most one run is alive in an experiment."""
+"""The run lock: at most one run is alive in an experiment, and only that one can write.
+
+Two things guard an experiment. The kernel's lock on ``run.lock`` keeps a second run away; it is freed when its
+owner dies, however it dies. The claim, a folder of the run's own in ``temp_data/``, is the fence: every commit is
+renamed out of it, and a run that takes over moves it away first. So a run that was believed dead, because it was
+stopped or on a machine that could not be reached, finds at its next write that it has nothing to write with.
+
+Where there is no kernel lock, or none that other machines see, the claim alone decides: its owner counts up a
+number in it, and one that counts on is alive. Nothing here compares clocks.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import threading
 import time
+import uuid
+import weakref
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline.errors import StateConflict
+from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
+from pipeline.runtime.durable import Disk, bytes_writer, json_writer
+from pipeline.runtime.logs import LOGGER
+
+SECONDS_BETWEEN_BEATS = 3.0
+_BEATS_TO_WAIT_FOR = 5
+_OWNER_FILE, _BEAT_FILE = "owner.json", "beat"
+_PREFIX = "claim_"
 
 
-class RunLock:
-    """Held by rank zero for the whole run; freed by the kernel when its owner dies."""
+class Claim:
+    """A run's folder in ``temp_data/``: what it writes there can become a commit, as long as the folder is there."""
 
     def __init__(self, paths: ExperimentPaths) -> None:
         self._paths = paths
-        self._lock = FileLock(paths.lock_file)
+        self.folder = paths.temp_data / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+
+    def check(self) -> None:
+        """Stop a run that has lost its experiment before it writes anything."""
+        if self.folder.is_dir():
+            return
+        if not self._paths.temp_data.is_dir():
+            raise PipelineError(
+                f"The results folder {self._paths.results} has vanished or was emptied while the run was alive.\n"
+                "  fix: restore it, then run again with --resume."
+            )
+        raise StateConflict(
+            f"This run has lost experiment {self._paths.name!r}: it was taken over by {_described(self._paths)}.\n"
+            "  It stops without writing; the other run goes on."
+        )
+
+
+class RunLock:
+    """Held by rank zero for the whole run."""
+
+    def __init__(self, paths: ExperimentPaths, disk: Disk | None = None) -> None:
+        self._paths, self._disk = paths, disk or Disk()
+        self._lock = _kernel_lock(paths)
+        self.claim = Claim(paths)
+        self._has_ended = threading.Event()
+        # A run that ends without a word must not look alive.
+        weakref.finalize(self, self._has_ended.set)
 
     def acquire(self) -> None:
         """Take the lock or refuse, naming who holds it."""
+        has_kernel_lock = self._take_kernel_lock()
+        try:
+            self._refuse_if_alive(has_kernel_lock)
+            self._stake()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _take_kernel_lock(self) -> bool:
+        """Take the kernel's lock; tell whether the file system has one."""
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
-        self._paths.lock_file.write_text(json.dumps(_this_owner()) + "\n")
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, PermissionError):
+                raise PipelineError(f"{self._paths.lock_file} cannot be opened: {error.strerror}.") from error
+            LOGGER.warning(
+                "The file system of %s has no locks (%s); a second run is noticed by its signs of life alone.",
+                self._paths.results,
+                error,
+            )
+            return False
+        return True
+
+    def _refuse_if_alive(self, has_kernel_lock: bool) -> None:
+        for folder in _claims(self._paths):
+            if _is_alive(folder, has_kernel_lock):
+                raise StateConflict(_in_use(self._paths))
+
+    def _stake(self) -> None:
+        """Set up the claim and take away all others, each in one rename, before anything is read."""
+        owner = _this_owner()
+        self._disk.make_scratch_folder(self.claim.folder, self._paths.results)
+        self._disk.write(self.claim.folder / _OWNER_FILE, json_writer(owner))
+        self._disk.write(self.claim.folder / _BEAT_FILE, bytes_writer(_beat(0)))
+        for entry in sorted(self._paths.temp_data.iterdir()):
+            if entry != self.claim.folder:
+                self._disk.rename(entry, self.claim.folder / f"taken_{entry.name}")
+                self._disk.remove_tree(self.claim.folder / f"taken_{entry.name}")
+        # Two runs that took each other's claim are both refused here.
+        self.claim.check()
+        self._paths.lock_file.write_text(json.dumps(owner) + "\n")
+        arguments = (self.claim.folder / _BEAT_FILE, self._has_ended)
+        threading.Thread(target=_show_life, args=arguments, name="signs of life", daemon=True).start()
 
     def release(self) -> None:
+        """Give the experiment back; nothing of the claim stays."""
+        self._has_ended.set()
+        if self.claim.folder.is_dir():
+            self._disk.remove_tree(self.claim.folder)
         self._lock.release()
 
 
+def _kernel_lock(paths: ExperimentPaths) -> FileLock:
+    return FileLock(paths.lock_file, fallback_to_soft=False)
+
+
+def _show_life(beat_file: Path, has_ended: threading.Event) -> None:
+    number = 0
+    while not has_ended.wait(SECONDS_BETWEEN_BEATS):
+        number += 1
+        try:
+            with beat_file.open("r+b") as file:
+                file.write(_beat(number))
+        except FileNotFoundError:
+            # Taken over, or removed with the whole experiment: the next commit will say so.
+            return
+        except OSError:
+            continue
+
+
+def _beat(number: int) -> bytes:
+    """Return a sign of life of fixed width, so that it is replaced in one small write."""
+    return b"%012d\n" % number
+
+
+def _claims(paths: ExperimentPaths) -> list[Path]:
+    return sorted(paths.temp_data.glob(f"{_PREFIX}*")) if paths.temp_data.is_dir() else []
+
+
+def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
+    """Tell whether the owner of a claim lives: by the process table on this host, by its signs of life elsewhere."""
+    owner = _read_json(folder / _OWNER_FILE)
+    if owner.get("host") == socket.gethostname():
+        return not has_kernel_lock and _is_running(owner)
+    if not owner:
+        return False
+    LOGGER.warning(
+        "An earlier run on host %s has not said goodbye; watching for signs of life.", owner.get("host", "?")
+    )
+    return _is_beating(folder / _BEAT_FILE)
+
+
+def _is_running(owner: dict[str, Any]) -> bool:
+    process = owner.get("process")
+    return process is not None and owner.get("boot") == _boot() and process == _process(owner.get("pid"))
+
+
+def _is_beating(path: Path) -> bool:
+    first = _content(path)
+    limit = time.monotonic() + _BEATS_TO_WAIT_FOR * SECONDS_BETWEEN_BEATS
+    while time.monotonic() < limit:
+        time.sleep(SECONDS_BETWEEN_BEATS / 4)
+        if _content(path) != first:
+            return True
+    return False
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def is_held(paths: ExperimentPaths) -> bool:
-    """Tell whether a run is alive, changing nothing on disk."""
+    """Tell whether a run is alive on this file system's word, changing nothing on disk."""
     if not paths.lock_file.exists():
         return False
-    lock = FileLock(paths.lock_file)
+    lock = _kernel_lock(paths)
     try:
         lock.acquire(blocking=False)
     except Timeout:
         return True
     except PermissionError:
         return False
+    except (NotImplementedError, OSError):
+        return any(_is_running(_read_json(folder / _OWNER_FILE)) for folder in _claims(paths))
     lock.release()
     return False
 
@@ -55,26 +209,44 @@ def check_free(paths: ExperimentPaths) -> None:
 
 def read_owner(paths: ExperimentPaths) -> dict[str, Any]:
     """Return what the latest owner said of itself."""
+    return _read_json(paths.lock_file)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(paths.lock_file.read_text())
-    except (OSError, ValueError):
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
-    return owner if isinstance(owner, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _this_owner() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "boot": _boot(),
+        "process": _process(os.getpid()),
         "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "job": os.environ.get("SLURM_JOB_ID"),
     }
 
 
-def _in_use(paths: ExperimentPaths) -> str:
+def _boot() -> str:
+    return _content(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
+
+
+def _process(pid: Any) -> str | None:
+    """Return when a process started, which tells it from a later one with the same number; None if it is gone."""
+    fields = _content(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    is_gone = not fields or fields[0] == b"Z"
+    return None if is_gone else fields[19].decode()
+
+
+def _described(paths: ExperimentPaths) -> str:
     owner = read_owner(paths)
     job = f", job {owner['job']}" if owner.get("job") else ""
-    return (
-        f"Experiment {paths.name!r} is in use: held by pid {owner.get('pid', '?')} on host "
-        f"{owner.get('host', '?')}{job}, since {owner.get('started', '?')}.\n  fix: wait for that run, or stop it."
-    )
+    return f"pid {owner.get('pid', '?')} on host {owner.get('host', '?')}{job}, since {owner.get('started', '?')}"
+
+
+def _in_use(paths: ExperimentPaths) -> str:
+    return f"Experiment {paths.name!r} is in use: held by {_described(paths)}.\n  fix: wait for that run, or stop it."

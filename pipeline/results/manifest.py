@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pipeline.errors import DamagedResults
 from pipeline.progress import Progress
 from pipeline.runtime.durable import Digest
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_FILE = "manifest.json"
 _NOTHING_DONE = Progress()
 
@@ -34,52 +34,63 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One committed generation; ``parent`` is the one to fall back to if its files are damaged.
+    """One committed generation; ``older`` are those that stay loadable beside it, the newest first.
 
     ``sealed`` points at the newest list of files that never change again; each list names the one before
-    it, so a commit writes only what is new however long the history is.
+    it, so a commit writes only what is new however long the history is. A partial commit shares its most
+    important files with the one before. ``fingerprints`` tell what the datasets looked like.
     """
 
     generation: int = 0
-    parent: int | None = None
+    older: tuple[int, ...] = ()
+    is_partial: bool = False
     progress: Progress = _NOTHING_DONE
     run_state: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Entry] = field(default_factory=dict)
     sealed: Entry | None = None
 
     def objects(self) -> set[str]:
         return {entry.object for entry in self.files.values()}
 
-    def successor(self, generation: int, parent: int, progress: Progress, run_state: dict[str, Any]) -> Manifest:
-        return replace(self, generation=generation, parent=parent or None, progress=progress, run_state=run_state)
-
     def as_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "generation": self.generation,
-            "parent": self.parent,
+            "older": list(self.older),
+            "is_partial": self.is_partial,
             "progress": self.progress.as_json(),
             "run_state": self.run_state,
             "copies": self.copies,
             "sources": self.sources,
+            "fingerprints": self.fingerprints,
             "files": {path: entry.as_json() for path, entry in sorted(self.files.items())},
             "sealed": self.sealed.as_json() if self.sealed else None,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:
+        value = value if value["format"] == FORMAT else _migrated(value)
         return cls(
             generation=int(value["generation"]),
-            parent=value["parent"],
+            older=tuple(value["older"]),
+            is_partial=value["is_partial"],
             progress=Progress.from_json(value["progress"]),
             run_state=value["run_state"],
             copies=value["copies"],
             sources=value["sources"],
+            fingerprints=value["fingerprints"],
             files={path: Entry.from_json(entry) for path, entry in value["files"].items()},
             sealed=Entry.from_json(value["sealed"]) if value["sealed"] else None,
         )
+
+
+def _migrated(value: dict[str, Any]) -> dict[str, Any]:
+    """Return what format 1 said in the words of format 2: it knew one older commit and no fingerprints."""
+    older = [value["parent"]] if value["parent"] else []
+    return {**value, "older": older, "is_partial": False, "fingerprints": {}}
 
 
 def sealed_json(value: dict[str, Any]) -> bytes:

@@ -24,27 +24,25 @@ def check_writable(paths: ExperimentPaths) -> None:
         )
 
 
-def open_fresh(paths: ExperimentPaths, disk: Disk) -> RunLock:
+def open_fresh(paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:
     """Create an empty results folder and hold its lock; what an interrupted start left behind is removed."""
     finish_reset(paths, disk)
     disk.make_folder(paths.results)
-    lock = RunLock(paths)
     lock.acquire()
     if look(paths).exists:
         raise StateConflict(f"Experiment {paths.name!r} was just started by someone else.")
-    for name in sorted(OWN_NAMES - {paths.lock_file.name}):
+    for name in sorted(OWN_NAMES - {paths.lock_file.name, paths.temp_data.name}):
         if os.path.lexists(paths.results / name):
             disk.remove_tree(paths.results / name)
-    for folder in (paths.data, paths.temp_data, paths.generations):
+    for folder in (paths.data, paths.generations):
         disk.make_folder(folder)
-    return lock
 
 
 def reset(paths: ExperimentPaths, disk: Disk) -> None:
     """Delete results and logs; one rename decides, so a kill leaves the old experiment or none."""
     finish_reset(paths, disk)
     if paths.results.exists():
-        lock = RunLock(paths)
+        lock = RunLock(paths, disk)
         lock.acquire()
         disk.rename(paths.results, paths.trash)
         disk.sync_folder(paths.trash.parent)

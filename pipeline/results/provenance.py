@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -76,10 +77,10 @@ def _parsed(line: str) -> dict[str, Any]:
     return start if isinstance(start, dict) else {"unreadable": line}
 
 
-def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk) -> None:
+def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk, staging: Path) -> None:
     """Add one line to the list of starts, atomically."""
     lines = [json.dumps(known, sort_keys=True) + "\n" for known in [*read_starts(paths), start]]
-    disk.replace_file(paths.starts_file, bytes_writer("".join(lines).encode()), paths.temp_data / "starts.jsonl")
+    disk.replace_file(paths.starts_file, bytes_writer("".join(lines).encode()), staging / paths.starts_file.name)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import io
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -17,6 +22,11 @@ from pipeline.errors import PipelineError
 Result = TypeVar("Result")
 Writer = Callable[[BinaryIO], None]
 _CHUNK = 1 << 20
+# What is worth handing to a second thread, and how much is written before the kernel is told to begin storing it.
+_LARGE, _PORTION = 4 << 20, 8 << 20
+_BEGIN_STORING = 2
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_SECONDS_BETWEEN_ATTEMPTS = 0.001
 
 
 @dataclass(frozen=True)
@@ -42,15 +52,42 @@ class Disk:
     A failed fsync is never tried again: the kernel may have dropped the data it failed to write.
     """
 
+    num_needed_bytes = 0
+
     def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
         """Do one change; every change passes here, so that a test can put a fault in its way."""
-        try:
-            return action()
-        except OSError as error:
+        while True:
+            try:
+                return action()
+            except (InterruptedError, BlockingIOError):
+                # Nothing has happened: a signal came, or the file system was busy.
+                time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+            except OSError as error:
+                raise PipelineError(
+                    f"Could not {operation} {path}: {error.strerror or error}{self._room(error, path)}. "
+                    "The last commit is intact.\n"
+                    "  fix: free space or restore access, then run again with --resume."
+                ) from error
+
+    def _room(self, error: OSError, path: Path) -> str:
+        if error.errno not in _NO_SPACE:
+            return ""
+        return f" ({shown_bytes(self.num_needed_bytes)} needed, {shown_bytes(self.free_bytes(path))} free)"
+
+    def free_bytes(self, path: Path) -> int:
+        """Return how much may still be written where ``path`` is or will be."""
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
+
+    def check_room(self, path: Path, num_bytes: int) -> None:
+        """Refuse to begin what cannot fit."""
+        self.num_needed_bytes, free = num_bytes, self.free_bytes(path)
+        if num_bytes > free:
             raise PipelineError(
-                f"Could not {operation} {path}: {error.strerror or error}. The last commit is intact.\n"
-                "  fix: free space or restore access, then run again with --resume."
-            ) from error
+                f"The next commit needs {shown_bytes(num_bytes)} in {path}, but {shown_bytes(free)} are free. "
+                "The last commit is intact.\n  fix: free space, then run again with --resume."
+            )
 
     def write(self, path: Path, writer: Writer) -> Digest:
         """Write a new file and make its content durable (its name is so once its folder is synced)."""
@@ -60,6 +97,10 @@ class Disk:
             file.flush()
             self.perform("sync", path, lambda: os.fsync(raw.descriptor))
         return raw.digest()
+
+    def write_some(self, descriptor: int, content: memoryview) -> int:
+        """Write as much as the kernel takes and return how much that was."""
+        return os.write(descriptor, content)
 
     def replace_file(self, path: Path, writer: Writer, staging: Path) -> Digest:
         """Replace a file in one atomic, durable step; ``staging`` is on the same file system."""
@@ -78,9 +119,12 @@ class Disk:
         self.perform("create folder", path, lambda: path.mkdir(exist_ok=True))
         self.sync_folder(path.parent)
 
-    def make_scratch_folder(self, path: Path) -> None:
-        """Create a folder whose name need not survive a power cut."""
-        self.perform("create folder", path, lambda: path.mkdir(parents=True, exist_ok=True))
+    def make_scratch_folder(self, path: Path, top: Path) -> None:
+        """Create a folder below ``top``, which must be there; its name need not survive a power cut."""
+        if path == top or path.is_dir():
+            return
+        self.make_scratch_folder(path.parent, top)
+        self.perform("create folder", path, lambda: path.mkdir(exist_ok=True))
 
     def rename(self, source: Path, target: Path) -> None:
         self.perform("rename to", target, lambda: os.replace(source, target))
@@ -94,6 +138,18 @@ class Disk:
 
     def remove_folder(self, path: Path) -> None:
         self.perform("remove folder", path, path.rmdir)
+
+    def remove_empty_folders(self, folder: Path, top: Path) -> None:
+        """Remove a folder and those above it, below ``top``, as far as they are empty."""
+        while folder != top and folder.is_dir() and not any(folder.iterdir()):
+            self.remove_folder(folder)
+            folder = folder.parent
+
+    def remove_all_empty_folders(self, top: Path) -> None:
+        """Remove every folder below ``top`` that holds no file, however deep."""
+        for path in sorted(top.rglob("*"), reverse=True):
+            if path.is_dir():
+                self.remove_empty_folders(path, top)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it, without ever following a link."""
@@ -127,9 +183,29 @@ class _RawFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        count = self._disk.perform("write", self._path, lambda: os.write(self.descriptor, data))
-        self._sha.update(memoryview(data)[:count])
+        content = memoryview(data).cast("B")
+        if len(content) < _LARGE:
+            count = self._disk.perform("write", self._path, partial(self._disk.write_some, self.descriptor, content))
+            self._sha.update(content[:count])
+        else:
+            count = self._write_large(content)
         self._size += count
+        return count
+
+    def _write_large(self, content: memoryview) -> int:
+        """Digest in a second thread while this one writes, and let the disk begin before all is there."""
+        digesting = _DIGESTING.submit(self._sha.update, content)
+        try:
+            count = 0
+            while count < len(content):
+                portion = content[count : count + _PORTION]
+                written = self._disk.perform(
+                    "write", self._path, partial(self._disk.write_some, self.descriptor, portion)
+                )
+                _begin_storing(self.descriptor, self._size + count, written)
+                count += written
+        finally:
+            digesting.result()
         return count
 
     def close(self) -> None:
@@ -139,6 +215,25 @@ class _RawFile(io.RawIOBase):
 
     def digest(self) -> Digest:
         return Digest(self._size, self._sha.hexdigest())
+
+
+def _begin_storing(descriptor: int, offset: int, count: int) -> None:
+    """Ask the kernel to start writing a range to the disk; without the call the final fsync does all the work."""
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _BEGIN_STORING)
+
+
+_DIGESTING = ThreadPoolExecutor(1, thread_name_prefix="digest")
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
+def shown_bytes(count: float) -> str:
+    """Return a size as people read it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -186,6 +281,7 @@ class Changes:
     removed: set[str] = field(default_factory=set)
     sealed: dict[str, Writer] = field(default_factory=dict)
     is_partial: bool = False
+    num_bytes: int = 0
 
     def __or__(self, other: Changes) -> Changes:
         return Changes(
@@ -195,4 +291,5 @@ class Changes:
             self.removed | other.removed,
             self.sealed | other.sealed,
             self.is_partial and other.is_partial,
+            self.num_bytes + other.num_bytes,
         )

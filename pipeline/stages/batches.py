@@ -50,6 +50,10 @@ class BatchRunner:
         """Return, for each dataset, an iterator over its batches among ``places``."""
         return {name: loader.load(_planned(places, name, points)) for name, loader in self._loaders.items()}
 
+    def close(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+
     def losses(self, batch: Any, place: Place, key: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         """Run one batch through the modules; everything random in it follows from ``key``."""
         dataset = place.shape.dataset

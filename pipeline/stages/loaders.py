@@ -71,6 +71,10 @@ class Loader:
             **_worker_arguments(arguments),
         )
 
+    def close(self) -> None:
+        """End the workers, which torch's loader does when it goes."""
+        del self._loader
+
     def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Any]:
         """Yield the collated batches on the device."""
         self._requests.batches = batches

@@ -41,10 +41,14 @@ class Publisher:
     def begin_epoch(self) -> None:
         self._sent_steps = 0
 
-    def publish(self, epoch: int) -> None:
-        """Send the committed steps of ``epoch`` and the values of epochs that have become complete."""
-        points = [*self._step_points(epoch), *self._epoch_points()]
+    def collect(self, epoch: int) -> list[Point]:
+        """Return what is new: the steps of ``epoch`` and the values of epochs that have become complete."""
+        points = [*self._step_points(epoch), *self._epoch_points()] if self._trackers else []
         self._sent_steps = self._records.num_steps
+        return points
+
+    def send(self, points: list[Point]) -> None:
+        """Hand over what was collected and is permanent now."""
         for tracker in list(self._trackers):
             self._guard(tracker, partial(tracker.publish, points))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.compare import first_difference
+from pipeline.results.comparison import first_difference
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import BackgroundRun, run_process
 
@@ -74,7 +74,7 @@ def _wait_for_instant(home: Path, run: BackgroundRun, aim: str, draw: random.Ran
 
 
 def _is_writing(home: Path) -> bool:
-    return any((home / RESULTS / "temp_data").iterdir())
+    return any((home / RESULTS / "temp_data").glob("claim_*/generation_*"))
 
 
 def _progress(home: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from pipeline.paths import ExperimentPaths
 from pipeline.results.preparation import reset
 from tests.support.experiments import tree, write_experiment
-from tests.support.faults import CountingDisk, Killed, KillingDisk
+from tests.support.faults import CountingDisk, Killed, KillingDisk, PowerCutDisk
 from tests.support.running import run_inside, run_process
 
 RESULTS = Path("experiment_results/tiny")
@@ -40,25 +40,60 @@ def copy_of(begun: Path, home: Path) -> ExperimentPaths:
     return ExperimentPaths(home, "tiny")
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all that makes up an experiment: not who held it, nor what a dead run had on its desk."""
+    found = {name: content for name, (content, _) in tree(folder).items()}
+    return {name: content for name, content in found.items() if not name.startswith(("run.lock", "temp_data", "status.json"))}
+
+
+def check_all_or_nothing(paths: ExperimentPaths, before: dict[str, bytes]) -> None:
+    if paths.results.exists():
+        assert contents(paths.results) == before
+    reset(paths, CountingDisk())
+    assert not paths.results.exists()
+    assert not paths.trash.exists()
+    assert not any(paths.logs.iterdir())
+
+
+@pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_reset_leaves_all_or_nothing(begun: Path, tmp_path: Path, stride: int) -> None:
     """Before the deciding rename everything is there; after it nothing is, and the next start finishes the job."""
+    total, before = len(operations_of_a_reset(begun, tmp_path)), contents(begun / RESULTS)
+    for kill_at in range(1, total + 1, stride):
+        for moment in ("before", "after"):
+            paths = copy_of(begun, tmp_path / f"{kill_at}_{moment}")
+            with pytest.raises(Killed):
+                reset(paths, KillingDisk(kill_at, moment))
+            gc.collect()
+            check_all_or_nothing(paths, before)
+    print(f"{2 * len(range(1, total + 1, stride))} kills of a reset survived")
+
+
+@pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_reset_cut_off_from_power_leaves_all_or_nothing(begun: Path, tmp_path: Path, stride: int) -> None:
+    """The same for power cuts, whatever they do to unsynced content and names."""
+    total, before = len(operations_of_a_reset(begun, tmp_path)), contents(begun / RESULTS)
+    for cut_at in range(1, total + 1, stride):
+        paths = copy_of(begun, tmp_path / "cut")
+        disk = PowerCutDisk(paths.home / "experiment_results", cut_at)
+        with pytest.raises(Killed):
+            reset(paths, disk)
+        gc.collect()
+        for how in ("data", "names", "creations"):
+            left = ExperimentPaths(tmp_path / "left", "tiny")
+            shutil.copytree(paths.home / "experiment_logs", left.home / "experiment_logs")
+            disk.survivors(how, left.home / "experiment_results")
+            check_all_or_nothing(left, before)
+            shutil.rmtree(left.home)
+        shutil.rmtree(paths.home)
+    print(f"{3 * len(range(1, total + 1, stride))} power cuts of a reset survived")
+
+
+def operations_of_a_reset(begun: Path, tmp_path: Path) -> list[tuple[str, Path]]:
     counting = CountingDisk()
     reset(copy_of(begun, tmp_path / "counted"), counting)
-    before = {name: content for name, (content, _) in tree(begun / RESULTS).items() if name != "run.lock"}
-    for kill_at in range(1, len(counting.operations) + 1, stride):
-        paths = copy_of(begun, tmp_path / str(kill_at))
-        with pytest.raises(Killed):
-            reset(paths, KillingDisk(kill_at, "before"))
-        gc.collect()
-        if paths.results.exists():
-            found = {name: content for name, (content, _) in tree(paths.results).items() if name != "run.lock"}
-            assert found == before
-        reset(paths, CountingDisk())
-        assert not paths.results.exists()
-        assert not paths.trash.exists()
-        assert not any(paths.logs.iterdir())
     assert len(counting.operations) > 30
+    return counting.operations
 
 
 @pytest.mark.parametrize("words", [(), ("--auto",), ("--reset",)])
@@ -66,8 +101,10 @@ def test_start_after_a_killed_reset_begins_anew(begun: Path, tmp_path: Path, wor
     """Killed right after the rename, the experiment is gone for every mode and starts from the beginning."""
     paths = copy_of(begun, tmp_path / "home")
     (paths.logs / "old.txt").write_text("old")
+    operations = operations_of_a_reset(begun, tmp_path)
+    rename = next(number for number, (_, path) in enumerate(operations, 1) if path.name == paths.trash.name)
     with pytest.raises(Killed):
-        reset(paths, KillingDisk(4, "before"))
+        reset(paths, KillingDisk(rename, "after"))
     gc.collect()
     assert not paths.results.exists()
     assert run_inside(paths.home, *words, "--stop-after-epoch", "0").epoch == 1

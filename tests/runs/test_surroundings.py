@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import InvalidExperiment, PipelineError, UsageError
-from tests.support.compare import first_difference
+from pipeline.results.comparison import first_difference
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import command, environment, run_inside, run_process
 

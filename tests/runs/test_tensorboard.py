@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.results.comparison import read_any
 from tests.crash.campaign import prepare, survive_kills
-from tests.support.compare import read_any
 
 STEPS = 5
 EPOCHS = 5

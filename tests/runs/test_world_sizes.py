@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.compare import read_any
+from pipeline.results.comparison import read_any
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import run_inside, run_process
 

@@ -1,9 +1,10 @@
-"""A disk that fails or dies at a chosen operation."""
+"""Disks that fail or die at a chosen operation."""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -45,6 +46,9 @@ class KillingDisk(CountingDisk):
             super().perform(operation, path, action)
         if self._moment == "torn" and operation == "write":
             os.truncate(path, path.stat().st_size // 2)
+        if self._moment == "torn" and operation == "save":
+            for file in path.rglob("*.json"):
+                os.truncate(file, file.stat().st_size // 2)
         raise Killed
 
 
@@ -62,3 +66,105 @@ class FailingDisk(CountingDisk):
 
     def _refuse(self) -> NoReturn:
         raise OSError(self._code, os.strerror(self._code))
+
+
+class StutteringDisk(CountingDisk):
+    """Interrupts the n-th operation once, and takes only a part of what is written there."""
+
+    def __init__(self, stutter_at: int, code: int) -> None:
+        super().__init__()
+        self._stutter_at, self._code = stutter_at, code
+
+    def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
+        is_first = len(self.operations) + 1 == self._stutter_at
+
+        def interrupted() -> Result:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                raise OSError(self._code, os.strerror(self._code))
+            return action()
+
+        return super().perform(operation, path, interrupted)
+
+    def write_some(self, descriptor: int, content: memoryview) -> int:
+        is_here = len(self.operations) == self._stutter_at
+        return super().write_some(descriptor, content[: max(1, len(content) // 3)] if is_here else content)
+
+
+class PowerCutDisk(CountingDisk):
+    """Loses power after the n-th operation; ``survivors`` then tells what a strict file system has kept.
+
+    The content of a file survives as it was at its last sync, and a name as it was when its folder was last synced.
+    Inode numbers tell files and folders apart whatever they are called, and the folder in memory never uses one twice.
+    """
+
+    def __init__(self, top: Path, cut_at: int) -> None:
+        super().__init__()
+        self._top, self._cut_at = top, cut_at
+        self._contents: dict[int, bytes] = {}
+        self._names: dict[int, dict[str, int]] = {}
+        self._folders: set[int] = set()
+        for path in [top, *top.rglob("*")]:
+            self._sync_names(path) if path.is_dir() else self._sync_content(path)
+
+    def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
+        if len(self.operations) >= self._cut_at:
+            raise Killed
+        result = super().perform(operation, path, action)
+        if operation == "sync":
+            self._sync_content(path)
+        if operation == "sync folder":
+            self._sync_names(path)
+        if len(self.operations) == self._cut_at:
+            raise Killed
+        return result
+
+    def _sync_content(self, path: Path) -> None:
+        self._contents[path.stat().st_ino] = path.read_bytes()
+
+    def _sync_names(self, path: Path) -> None:
+        # Files for onlookers come and go beside the disk.
+        entries = {entry.name: entry.lstat() for entry in path.iterdir() if "status.json" not in entry.name}
+        self._names[path.stat().st_ino] = {name: facts.st_ino for name, facts in entries.items()}
+        self._folders |= {facts.st_ino for facts in entries.values() if stat.S_ISDIR(facts.st_mode)}
+
+    def survivors(self, how: str, target: Path) -> None:
+        """Build what is found after the power cut in ``target``.
+
+        ``data``: unsynced content is gone, all names are there; ``zeros``: the same, with zeros in its place;
+        ``names``: unsynced names are gone or back as well; ``creations``: of these, only removals have survived.
+        """
+        self._built: dict[int, Path] = {}
+        if how in ("data", "zeros"):
+            self._copy_present(self._top, target, zeros=how == "zeros")
+        else:
+            self._copy_synced(self._top.stat().st_ino, self._top if how == "creations" else None, target)
+
+    def _copy_present(self, folder: Path, target: Path, *, zeros: bool) -> None:
+        target.mkdir()
+        for entry in folder.iterdir():
+            if "status.json" in entry.name:
+                continue
+            if entry.is_dir():
+                self._copy_present(entry, target / entry.name, zeros=zeros)
+            else:
+                lost = bytes(entry.stat().st_size) if zeros else b""
+                self._put(entry.stat().st_ino, target / entry.name, lost)
+
+    def _copy_synced(self, inode: int, present: Path | None, target: Path) -> None:
+        target.mkdir()
+        for name, child in self._names.get(inode, {}).items():
+            if present is not None and not (present / name).exists():
+                continue
+            if child in self._folders:
+                self._copy_synced(child, present / name if present is not None else None, target / name)
+            else:
+                self._put(child, target / name, b"")
+
+    def _put(self, inode: int, target: Path, lost: bytes) -> None:
+        if inode in self._built:
+            os.link(self._built[inode], target)
+            return
+        target.write_bytes(self._contents.get(inode, lost))
+        self._built[inode] = target

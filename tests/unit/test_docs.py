@@ -28,9 +28,9 @@ from pipeline.experiment.pymodules import FAMILIES, SINGLES
 from pipeline.experiment.schema_problems import SETTINGS_FILES, schema
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
+from pipeline.results.comparison import first_difference
 from pipeline.results.situation import look
 from pipeline.runtime.durable import Disk
-from tests.support.compare import first_difference
 from tests.support.running import run_inside, run_process
 
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ from tests.support.experiments import tree, write_experiment
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The tiny experiment's settings folder."""
+    (tmp_path / "copy").mkdir()
     return write_experiment(tmp_path)
 
 
@@ -56,6 +57,7 @@ def test_overridden_settings_are_written_into_the_copy(folder: Path, tmp_path: P
 def test_override_may_create_a_settings_file(tmp_path: Path) -> None:
     """training.json is optional, but what --set says of it is kept."""
     folder = write_experiment(tmp_path, files={"settings/training.json": None})
+    (tmp_path / "copy").mkdir()
     digests = copy_folder(folder, tmp_path / "copy", digest_folder(folder), {"training": {"seed": 9}}, Disk())
     assert "settings/training.json" in digests
 

@@ -72,9 +72,9 @@ def test_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_starts_are_added_and_never_changed(paths: ExperimentPaths) -> None:
     """Each start is one line behind those before it."""
-    record_start(paths, {"pid": 1}, Disk())
+    record_start(paths, {"pid": 1}, Disk(), paths.temp_data)
     first = paths.starts_file.read_bytes()
-    record_start(paths, {"pid": 2}, Disk())
+    record_start(paths, {"pid": 2}, Disk(), paths.temp_data)
     assert paths.starts_file.read_bytes().startswith(first)
     assert read_starts(paths) == [{"pid": 1}, {"pid": 2}]
 

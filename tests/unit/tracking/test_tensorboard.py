@@ -95,11 +95,11 @@ def test_publisher_sends_each_committed_value_once(tmp_path: Path) -> None:
     found, tracker = records(), EventFile(tmp_path, 0)
     publisher = publisher_of(found, tracker)
     train(found, 1.0, 2)
-    publisher.publish(1)
+    publisher.send(publisher.collect(1))
     train(found, 2.0, 2)
     found.finish_train_epoch(1)
-    publisher.publish(1)
-    publisher.publish(1)
+    publisher.send(publisher.collect(1))
+    publisher.send(publisher.collect(1))
     shown = series(tmp_path)
     assert shown["train_steps/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
     assert shown["train/loss"] == [(4, 1.5)]
@@ -116,7 +116,7 @@ def test_steps_of_epochs_stand_behind_one_another(tmp_path: Path) -> None:
         found.forget_steps()
         train(found, float(epoch), NUM_STEPS)
         found.finish_train_epoch(epoch)
-        publisher.publish(epoch)
+        publisher.send(publisher.collect(epoch))
     shown = series(tmp_path)
     assert [step for step, _ in shown["train_steps/loss"]] == list(range(1, 9))
     assert [step for step, _ in shown["train/loss"]] == [4, 8]
@@ -127,14 +127,14 @@ def test_resumed_publisher_leaves_no_gap_and_no_double(tmp_path: Path) -> None:
     found = records()
     first = publisher_of(found, EventFile(tmp_path, 0))
     train(found, 1.0, 2)
-    first.publish(1)
+    first.send(first.collect(1))
     train(found, 2.0, 1)
     second = publisher_of(
         found,
     )
     second._trackers.append(EventFile(tmp_path, second.first_step(1)))
     second.resume(1)
-    second.publish(1)
+    second.send(second.collect(1))
     assert series(tmp_path)["train_steps/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
@@ -144,7 +144,8 @@ def test_skipped_step_and_missing_register_are_no_points_of_value_zero(tmp_path:
     found.add_step_rates({"main": {"all": 0.1}}, {"main": 1.0}, False)
     found.add_step_losses(np.asarray([0.0]), [0])
     train(found, 3.0)
-    publisher_of(found, EventFile(tmp_path, 0)).publish(1)
+    publisher = publisher_of(found, EventFile(tmp_path, 0))
+    publisher.send(publisher.collect(1))
     assert series(tmp_path)["train_steps/loss"] == [(2, 3.0)]
 
 
@@ -173,8 +174,8 @@ def test_tracker_that_fails_is_left_behind(capsys: pytest.CaptureFixture[str]) -
 
     broken, working = Broken(), Working()
     publisher = publisher_of(records(), broken, working)
-    publisher.publish(1)
-    publisher.publish(1)
+    publisher.send(publisher.collect(1))
+    publisher.send(publisher.collect(1))
     assert (broken.num_calls, working.num_calls) == (1, 2)
 
 
