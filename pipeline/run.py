@@ -87,6 +87,12 @@ class _Run:
         self._started = time.monotonic()
 
     def execute(self, action: str) -> Progress:
+        try:
+            return self._execute(action)
+        finally:
+            self._lock.release()
+
+    def _execute(self, action: str) -> Progress:
         if action == RESUME:
             machinery = self._continue()
             progress, run_state, segments = self._processes.broadcast(self._committed())
@@ -268,4 +274,3 @@ class _Run:
         for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))
-        self._lock.release()

@@ -11,6 +11,7 @@ number in it, and one that counts on is alive. Nothing here compares clocks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -116,10 +117,11 @@ class RunLock:
         threading.Thread(target=_show_life, args=arguments, name="signs of life", daemon=True).start()
 
     def release(self) -> None:
-        """Give the experiment back; nothing of the claim stays."""
+        """Give the experiment back, if it was held; what cannot be removed is left to the next run."""
         self._has_ended.set()
-        if self.claim.folder.is_dir():
-            self._disk.remove_tree(self.claim.folder)
+        with contextlib.suppress(PipelineError):
+            if self.claim.folder.is_dir():
+                self._disk.remove_tree(self.claim.folder)
         self._lock.release()
 
 

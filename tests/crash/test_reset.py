@@ -42,8 +42,8 @@ def copy_of(begun: Path, home: Path) -> ExperimentPaths:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return all that makes up an experiment: not who held it, nor what a dead run had on its desk."""
-    found = {name: content for name, (content, _) in tree(folder).items()}
-    return {name: content for name, content in found.items() if not name.startswith(("run.lock", "temp_data", "status.json"))}
+    passing = ("run.lock", "temp_data", "status.json")
+    return {name: content for name, (content, _) in tree(folder).items() if not name.startswith(passing)}
 
 
 def check_all_or_nothing(paths: ExperimentPaths, before: dict[str, bytes]) -> None:
