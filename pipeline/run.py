@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments
-from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UsageError
+from pipeline.errors import DamagedResults, InvalidExperiment, PipelineError, Problem, StateConflict, UsageError
 from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.counting import count
+from pipeline.experiment.datasets import Fingerprints, changed_datasets, fingerprint_datasets
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
@@ -24,7 +25,7 @@ from pipeline.progress import Progress
 from pipeline.results.copies import copy_folder, differing_files, digest_folder
 from pipeline.results.lock import RunLock
 from pipeline.results.manifest import Manifest
-from pipeline.results.preparation import check_writable, open_fresh, reset
+from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
 from pipeline.results.provenance import describe_start, differences, read_starts, record_start
 from pipeline.results.situation import check_settings_exist, decide, look
 from pipeline.results.store import ResultsStore, is_settled, peek
@@ -93,6 +94,8 @@ class _Run:
             self._lock.release()
 
     def _execute(self, action: str) -> Progress:
+        if self._processes.world_size > 1:
+            check_shared(self._paths, self._processes)
         if action == RESUME:
             machinery = self._continue()
             progress, run_state, segments = self._processes.broadcast(self._committed())
@@ -120,7 +123,9 @@ class _Run:
         self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
         changed = {name: content for name, content in contents.items() if content != frozen[name]}
+        fingerprints = self._fingerprints(experiment)
         self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
+        self._store.know_datasets(fingerprints)
         relocate(folder / "pymodules", self._paths.results / "pymodules")
         return machinery
 
@@ -155,8 +160,20 @@ class _Run:
         contents = self._processes.together(self._frozen_contents)
         experiment = self._assemble(self._paths.results, contents)
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
-        self._processes.on_rank_zero(self._recover)
+        fingerprints = self._fingerprints(experiment)
+        self._processes.on_rank_zero(lambda: self._recover(fingerprints))
         return machinery
+
+    def _fingerprints(self, experiment: Experiment) -> Fingerprints:
+        """Look at the datasets on every process; rank zero's are those that count."""
+        found = self._processes.gather(self._processes.together(lambda: fingerprint_datasets(experiment)))
+        for rank, other in enumerate(found):
+            changed = list(changed_datasets(found[0], other))
+            if changed:
+                where = str(experiment.folder / "datasets")
+                what = f"must be the same on every process, but on rank {rank} {'; '.join(changed)}"
+                raise InvalidExperiment([Problem(where, what, "sort what comes from a set or a folder")]).shared()
+        return found[0]
 
     def _check_copy(self) -> None:
         manifest = peek(self._paths)
@@ -179,12 +196,13 @@ class _Run:
             )
         return contents
 
-    def _recover(self) -> None:
+    def _recover(self, fingerprints: Fingerprints) -> None:
         self._lock.acquire()
         if look(self._paths).is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
         self._disk.remove(self._paths.stop_file)
         self._store.recover(PersistedParts.is_needed)
+        self._check_datasets(fingerprints)
         if self._arguments.accept_edited_copy:
             self._store.initialise(digest_folder(self._paths.results), self._store.current.sources)
         edited = differing_files(self._paths.settings, self._store.current.sources)
@@ -192,6 +210,20 @@ class _Run:
             LOGGER.warning(
                 "The settings folder has changed since the start; the frozen copy goes on: %s", ", ".join(edited)
             )
+
+    def _check_datasets(self, fingerprints: Fingerprints) -> None:
+        """Refuse to go on with other data than the experiment began with."""
+        before = self._store.current.fingerprints
+        changed = list(changed_datasets(before, fingerprints)) if before else []
+        if changed:
+            raise PipelineError(
+                f"The data of {self._paths.name!r} must be what it was when the experiment began, but differs:\n  "
+                + "\n  ".join(changed)
+                + "\n  fix: restore the data. If nobody changed it, its order comes from something unordered, such as "
+                f"a set or a folder.\n  To train on: python -m pipeline new VARIANT --from {self._paths.name}, with "
+                "load_weights_from_exp in its modules."
+            )
+        self._store.know_datasets(fingerprints)
 
     def _committed(self) -> tuple[Progress, dict[str, Any], list[Path]]:
         return self._store.current.progress, self._store.current.run_state, self._store.hidden_files()

@@ -62,6 +62,7 @@ class Settings:
     logging: LoggingSettings
     loss_registers: tuple[LossRegister, ...]
     training: TrainingSettings
+    fingerprint_points: int = 0
 
     @property
     def register_names(self) -> tuple[str, ...]:
@@ -107,6 +108,7 @@ def parse_settings(contents: Contents) -> Settings:
     bar = dict(logging["progress_bar"])
     return Settings(
         step_min_items=contents["data_loading"]["step_min_items"],
+        fingerprint_points=contents["data_loading"].get("fingerprint_points", 0),
         logging=LoggingSettings(
             progress_bar=bar.pop("enabled"),
             tensorboard=logging.get("tensorboard", {}).get("enabled", False),

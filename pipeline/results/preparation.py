@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 import os
+import socket
+import uuid
 from pathlib import Path
 
-from pipeline.errors import PipelineError, StateConflict
+from pipeline.errors import PipelineError, StateConflict, UsageError
 from pipeline.paths import ExperimentPaths
 from pipeline.results.lock import RunLock
 from pipeline.results.situation import OWN_NAMES, look
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.processes import Processes
 
 
 def check_writable(paths: ExperimentPaths) -> None:
     """Refuse before any work if results could not be written; the check itself leaves no trace."""
-    existing = paths.results
-    while not existing.exists():
-        existing = existing.parent
+    existing = _nearest_existing(paths)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PipelineError(
             f"Results cannot be written: {existing} is not writable.\n  fix: change its permissions or --data-home."
         )
+
+
+def _nearest_existing(paths: ExperimentPaths) -> Path:
+    existing = paths.results
+    while not existing.exists():
+        existing = existing.parent
+    return existing
+
+
+def check_shared(paths: ExperimentPaths, processes: Processes) -> None:
+    """Refuse processes that do not see the same data home, by a token that one writes and all must find."""
+    token = processes.on_rank_zero(lambda: _write_token(paths))
+    blind = [where for sees, where in processes.gather((token.exists(), _place(paths))) if not sees]
+    if processes.is_rank_zero:
+        token.unlink()
+    if blind:
+        raise UsageError(
+            f"All processes must see the same data home, but {token.parent}, as rank 0 sees it, is not what is seen "
+            f"at {', '.join(dict.fromkeys(blind))}.",
+            "put it on a file system that all machines share, or name it with --data-home",
+        ).shared()
+
+
+def _write_token(paths: ExperimentPaths) -> Path:
+    check_writable(paths)
+    token = _nearest_existing(paths) / f".shared_{uuid.uuid4().hex}"
+    token.touch()
+    return token
+
+
+def _place(paths: ExperimentPaths) -> str:
+    return f"{paths.home} on host {socket.gethostname()}"
 
 
 def open_fresh(paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:

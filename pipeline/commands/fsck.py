@@ -1,0 +1,96 @@
+"""Verify every digest of an experiment's results and say what to do about damage."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from pipeline.arguments import command_line
+from pipeline.errors import UsageError, nearest
+from pipeline.experiment.persisted import PersistedParts
+from pipeline.paths import ExperimentPaths, data_home, results_names
+from pipeline.results.inspection import Inspection, inspect
+from pipeline.results.lock import check_free
+from pipeline.results.situation import look
+from pipeline.runtime.durable import shown_bytes
+
+EXAMPLE = "example:\n  python -m pipeline fsck digits"
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXP", help="the experiment to verify; nothing is changed")
+    parser.add_argument("--data-home", metavar="DIR")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    if not look(paths).exists:
+        known = results_names(paths.home)
+        listed = ", ".join(known) or "none"
+        raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+    check_free(paths)
+    found = inspect(paths, PersistedParts.is_needed)
+    for line in _lines(paths, found):
+        print(line)
+    return 0 if found.is_clean else 1
+
+
+def _lines(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
+    yield f"{paths.name}: {len(found.commits)} commits, {found.num_files} files, {shown_bytes(found.num_bytes)}"
+    for manifest in found.commits:
+        is_current = manifest is found.commits[0]
+        verdict = "can be resumed from" if manifest in found.intact else "DAMAGED, cannot be resumed from"
+        yield f"  commit {manifest.generation}{' (current)' if is_current else ''}, {manifest.progress}: {verdict}"
+    if found.is_clean:
+        yield "  every digest holds; data/ is complete; the frozen copy is as it was"
+        return
+    yield from _problems(paths, found)
+    yield from _advice(paths, found)
+
+
+def _problems(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
+    if found.state_problem:
+        yield f"  {paths.state_file} {found.state_problem}"
+    for file in found.unreadable:
+        yield f"  {file} is damaged"
+    for damage in found.damages[:_SHOWN]:
+        commits = ", ".join(map(str, damage.commits))
+        yield f"  {damage.file} {damage.what} (data/{damage.path} of commits {commits})"
+        if damage.source is not None:
+            yield f"    restore: cp {damage.source} {damage.file}"
+    if len(found.damages) > _SHOWN:
+        yield f"  … and {len(found.damages) - _SHOWN} more damaged files"
+    for name in found.hidden_names[:_SHOWN]:
+        yield f"  {paths.data / name} is missing or was replaced; the committed file is intact"
+    for name in found.edited_copies:
+        yield f"  {paths.results / name} was edited since the experiment began"
+    for path in found.strays[:_SHOWN]:
+        yield f"  {path} belongs to no commit"
+
+
+def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
+    resume = command_line(paths.name, paths.home, "--resume")
+    if found.damages or found.unreadable or found.state_problem:
+        lost = {damage.path.split("/")[1] for damage in found.damages if damage.path.startswith("module_ckps/")}
+        if lost:
+            intact = ", ".join(_intact_pools(found)) or "none"
+            yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"
+        if found.intact:
+            newest = found.intact[0]
+            yield f"  next: {resume}    (goes on from commit {newest.generation}, {newest.progress})"
+        else:
+            yield "  next: restore the folder from a backup; nothing here can be resumed"
+    elif found.edited_copies:
+        yield f"  next: restore these files, or {resume} --accept-edited-copy"
+    else:
+        yield f"  next: {resume}    (puts this in order by itself)"
+
+
+def _intact_pools(found: Inspection) -> list[str]:
+    damaged = {damage.path for damage in found.damages}
+    files = [path for path in found.commits[0].files if path.startswith("module_ckps/")] if found.commits else []
+    pools = dict.fromkeys(path.split("/")[1] for path in files)
+    return [
+        pool for pool in pools if not any(path in damaged for path in files if path.startswith(f"module_ckps/{pool}/"))
+    ]
