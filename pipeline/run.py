@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,15 @@ from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.tensorboard import EventFile, check_installed
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
+Watch = Callable[[Machinery], None]
 
 
-def run(arguments: Arguments, processes: Processes, disk: Disk | None = None) -> Progress:
-    """Run an experiment as far as it goes and return where it stands."""
+def _nobody(machinery: Machinery) -> None:
+    """Watch nothing."""
+
+
+def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, watch: Watch | None = None) -> Progress:
+    """Run an experiment as far as it goes and return where it stands; ``watch`` may put a witness into its stages."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
     if processes.was_restarted:
@@ -52,7 +58,7 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None) ->
         processes.on_rank_zero(lambda: _settle(paths, disk or Disk()))
         return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
     action = processes.on_rank_zero(lambda: decide(arguments, paths, found))
-    return _Run(arguments, paths, processes, disk or Disk()).execute(action)
+    return _Run(arguments, paths, processes, disk or Disk(), watch or _nobody).execute(action)
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
@@ -81,8 +87,11 @@ def _say_finished(paths: ExperimentPaths, manifest: Manifest | None) -> None:
 class _Run:
     """One start of an experiment, fresh or continued."""
 
-    def __init__(self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk) -> None:
+    def __init__(
+        self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk, watch: Watch
+    ) -> None:
         self._arguments, self._paths, self._processes, self._disk = arguments, paths, processes, disk
+        self._watch = watch
         self._lock = RunLock(paths, disk)
         self._store = ResultsStore(paths, disk, self._lock.claim)
         self._started = time.monotonic()
@@ -277,6 +286,7 @@ class _Run:
             # Also where they were counted, so that a resumed run cannot see anything else.
             machinery.parts.restore_counters(self._paths.data)
         machinery.create_module_transforms()
+        self._watch(machinery)
         progress = loop.run(progress, self._arguments.stop_after_epoch)
         machinery.commits.wait()
         if self._processes.is_rank_zero:

@@ -19,6 +19,7 @@ from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import Compute, GradientEngine, Verdict, Wishes
 from pipeline.stages.losses import LossLedger
 from pipeline.stages.plan import Place, StepPlan
+from pipeline.stages.witness import Witness
 
 _ROWS = 64
 
@@ -67,6 +68,7 @@ class TrainingStage:
         self._rows = 1 if self._looks_at_steps else _ROWS
         self._ledger = LossLedger(registers, self.plan.most_batches, processes)
         self._pending: list[list[int]] = []
+        self.witness = Witness()
         self.num_consecutive_skipped = 0
 
     def run(self, epoch: int, first_step: int, wishes: Callable[[], Wishes]) -> Iterator[StepReport]:
@@ -108,6 +110,7 @@ class TrainingStage:
         self, epoch: int, index: int, loading: dict[str, Iterator[Any]], wishes: Callable[[], Wishes]
     ) -> StepReport:
         started, data_seconds = time.perf_counter(), 0.0
+        self.witness.step_begins(epoch, index + 1)
         batches = self.plan.step(index)
         items = self._num_items(batches)
         shares = self._shares(items)
@@ -125,13 +128,16 @@ class TrainingStage:
         verdict = self._engine.finish_step()
         self._records.add_step_rates(rates, verdict.norms, verdict.skipped)
         self._after_step(epoch, index, items, verdict)
+        self.witness.step_ends(verdict)
         return StepReport(index + 1, len(self.plan), time.perf_counter() - started, data_seconds, verdict)
 
     def _batch_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         row, position = len(self._pending), key[-1]
 
         def compute() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            self.witness.batch_is_loaded(position, place, batch)
             losses = self._runner.losses(batch, place, key)
+            self.witness.losses_are_known(position, losses)
             sums = self._ledger.add(row, position, losses)
             optimised = [register for register in losses if register in shares]
             terms = [losses[register].sum() * shares[register] for register in optimised]

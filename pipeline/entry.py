@@ -1,15 +1,21 @@
-"""How a run ends that did not go well: who speaks, what is kept, and which exit code tells the truth."""
+"""A run as a process: how it joins the others, who speaks when it fails, and which exit code tells the truth."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import sys
 import time
 import traceback
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from pipeline.arguments import Arguments, is_rank_zero
 from pipeline.errors import PipelineError
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.run import Watch, run
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
 from pipeline.runtime.processes import Processes, is_lost_peer
 
@@ -19,6 +25,29 @@ _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
 _OUT_OF_MEMORY = (
     "fix: lower batch_size in dataloaders/*.py (step_min_items keeps the step as it is), or use precision bf16."
 )
+
+
+def attempt(arguments: Arguments, watch: Watch | None = None) -> int:
+    """Join the other processes, run, and return an exit code that tells the truth."""
+    # The copy of an experiment must stay as it was copied.
+    sys.dont_write_bytecode = True
+    processes = Processes(rank=0 if is_rank_zero() else 1)
+    try:
+        processes = Processes.join()
+        run(arguments, processes, watch=watch)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        return conclude_failure(error, processes, ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End at once: all is committed, and threads of a process group can abort an orderly exit with another code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
