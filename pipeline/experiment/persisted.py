@@ -24,6 +24,7 @@ class PersistedParts:
         self._experiment, self._components, self._records = experiment, experiment.components, records
         self._snapshots = Snapshots(copies=experiment.settings.training.checkpoint_in_background)
         self._num_committed_steps = 0
+        self._segments: list[int] = []
 
     def prepared(self) -> Changes:
         """Everything an experiment has before its first stage."""
@@ -37,14 +38,29 @@ class PersistedParts:
         return self._policies() | Changes(epochs, counters, last) | frozen | initial | self._optimizers()
 
     def running_epoch(self) -> Changes:
-        """The state inside a training epoch; of its steps only those that are new."""
-        first, self._num_committed_steps = self._num_committed_steps, self._records.num_steps
-        steps = {f"running/steps_{first:09d}.npz": self._records.segment(first)}
-        return Changes(steps) | self._last_pool() | self._optimizers() | self._loss_weighter()
+        """The state inside a training epoch; of its steps only those that are new, and sometimes earlier ones again."""
+        first, removed = self._next_segment()
+        steps = {_segment_path(first): self._records.segment(first)}
+        return Changes(steps, removed=removed) | self._last_pool() | self._optimizers() | self._loss_weighter()
+
+    def _next_segment(self) -> tuple[int, set[str]]:
+        """Return the first step of the segment to write, and the segments that it replaces.
+
+        A segment takes in those before it that are not longer, so that there are never many of them: each step is
+        written again only when its segment doubles.
+        """
+        first, end = self._num_committed_steps, self._records.num_steps
+        replaced = []
+        while self._segments and first - self._segments[-1] <= end - first:
+            first = self._segments.pop()
+            replaced.append(first)
+        self._segments.append(first)
+        self._num_committed_steps = end
+        return first, {_segment_path(other) for other in replaced if other != first}
 
     def trained_epoch(self, epoch: int, committed: Iterable[str]) -> Changes:
         """The state after a training epoch; its steps are sealed and their segments go."""
-        self._num_committed_steps = 0
+        self._forget_segments()
         segments = {path for path in committed if path.startswith("running/")}
         records = Changes(self._records.epoch_files("train"), removed=segments, sealed=self._records.step_files(epoch))
         return records | self._last_pool() | self._optimizers() | self._loss_weighter()
@@ -124,11 +140,19 @@ class PersistedParts:
         self._records.load_epochs(data)
         for segment in segments:
             self._records.load_segment(segment)
+        self._segments = [int(segment.stem.split("_")[1]) for segment in segments]
         self._num_committed_steps = self._records.num_steps
         latest = progress.epoch if progress.stage == EVALUATION else progress.epoch - 1
         if not segments and latest > 0:
             self._records.load_step_files(data, latest)
-            self._num_committed_steps = 0
+            self._forget_segments()
+
+    def _forget_segments(self) -> None:
+        self._num_committed_steps, self._segments = 0, []
+
+
+def _segment_path(first: int) -> str:
+    return f"running/steps_{first:09d}.npz"
 
 
 def _existing(folder: Path) -> Path:

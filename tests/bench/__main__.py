@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.bench import experiment
+from tests.bench import experiment, history, stall
 from tests.bench.work import KINDS, WORLD_SIZE
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +28,19 @@ GOALS = {"tiny": 0.80, "compute": 0.98}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=[*KINDS, "stall", "history"], help="measure only these")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
-    results = {kind: measure(kind, arguments.rounds) for kind in KINDS}
-    for kind, facts in results.items():
-        print(f"\n{kind}: {KINDS[kind]['steps']} steps a round, {arguments.rounds} rounds, {WORLD_SIZE} processes")
-        for name, value in facts.items():
+    rounds = f"{arguments.rounds} rounds, {WORLD_SIZE} processes"
+    titles = {kind: f"{KINDS[kind]['steps']} steps a round, {rounds}" for kind in KINDS}
+    titles |= {"stall": "a commit of weights and AdamW state, one process", "history": "a commit inside a long epoch"}
+    measures: dict[str, Callable[[int], dict[str, str]]] = {kind: partial(measure, kind) for kind in KINDS}
+    measures |= {"stall": stall.measure, "history": history.measure}
+    results = {}
+    for kind in arguments.only or titles:
+        results[kind] = measures[kind](arguments.rounds)
+        print(f"\n{kind}: {titles[kind]}")
+        for name, value in results[kind].items():
             print(f"  {name:44} {value}")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
