@@ -56,7 +56,7 @@ def _problems(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
         yield f"  {file} is damaged"
     for damage in found.damages[:_SHOWN]:
         commits = ", ".join(map(str, damage.commits))
-        yield f"  {damage.file} {damage.what} (data/{damage.path} of commits {commits})"
+        yield f"  {damage.file} {damage.what} ({', '.join(damage.paths)}; commits {commits})"
         if damage.source is not None:
             yield f"    restore: cp {damage.source} {damage.file}"
     if len(found.damages) > _SHOWN:
@@ -72,7 +72,7 @@ def _problems(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
 def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
     resume = command_line(paths.name, paths.home, "--resume")
     if found.damages or found.unreadable or found.state_problem:
-        lost = {damage.path.split("/")[1] for damage in found.damages if damage.path.startswith("module_ckps/")}
+        lost = {path.split("/")[1] for path in _damaged(found) if path.startswith("module_ckps/")}
         if lost:
             intact = ", ".join(_intact_pools(found)) or "none"
             yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"
@@ -87,8 +87,12 @@ def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
         yield f"  next: {resume}    (puts this in order by itself)"
 
 
+def _damaged(found: Inspection) -> set[str]:
+    return {path for damage in found.damages for path in damage.paths}
+
+
 def _intact_pools(found: Inspection) -> list[str]:
-    damaged = {damage.path for damage in found.damages}
+    damaged = _damaged(found)
     files = [path for path in found.commits[0].files if path.startswith("module_ckps/")] if found.commits else []
     pools = dict.fromkeys(path.split("/")[1] for path in files)
     return [

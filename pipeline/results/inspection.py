@@ -16,7 +16,7 @@ from pipeline.results.manifest import Entry, Manifest
 class Damage:
     """A committed file that is not what its digest says; ``source`` has the same content, if anything has."""
 
-    path: str
+    paths: tuple[str, ...]
     file: Path
     what: str
     commits: tuple[int, ...]
@@ -99,19 +99,18 @@ class _Inspector:
         return self._verdicts[entry.object]
 
     def _find_damage(self) -> None:
-        users: dict[str, list[int]] = {}
-        entries: dict[str, tuple[str, Entry]] = {}
+        users: dict[str, list[tuple[str, int]]] = {}
+        entries: dict[str, Entry] = {}
         for manifest in self._found.commits:
             for path, entry in self._entries(manifest):
-                users.setdefault(entry.object, []).append(manifest.generation)
-                entries.setdefault(entry.object, (path, entry))
-        for name, (path, entry) in entries.items():
+                users.setdefault(entry.object, []).append((path, manifest.generation))
+                entries[entry.object] = entry
+        for name, entry in entries.items():
             if not self._holds(entry):
+                paths, commits = (tuple(dict.fromkeys(column)) for column in zip(*users[name], strict=True))
                 file = self._generations.stored(entry)
-                commits = tuple(dict.fromkeys(users[name]))
-                self._found.damages.append(
-                    Damage(path, file, _difference(file, entry), commits, self._source(path, entry))
-                )
+                source = self._source(paths[0], entry)
+                self._found.damages.append(Damage(paths, file, _difference(file, entry), commits, source))
 
     def _entries(self, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
         yield from manifest.files.items()

@@ -33,15 +33,16 @@ def _nearest_existing(paths: ExperimentPaths) -> Path:
 
 
 def check_shared(paths: ExperimentPaths, processes: Processes) -> None:
-    """Refuse processes that do not see the same data home, by a token that one writes and all must find."""
+    """Refuse processes that do not see the same data home, by a token that rank zero writes and all must find."""
     token = processes.on_rank_zero(lambda: _write_token(paths))
-    blind = [where for sees, where in processes.gather((token.exists(), _place(paths))) if not sees]
+    seen = processes.gather(((paths.home / token).exists(), _place(paths)))
     if processes.is_rank_zero:
-        token.unlink()
+        (paths.home / token).unlink()
+    blind = [place for sees, place in seen if not sees]
     if blind:
         raise UsageError(
-            f"All processes must see the same data home, but {token.parent}, as rank 0 sees it, is not what is seen "
-            f"at {', '.join(dict.fromkeys(blind))}.",
+            f"All processes must see the same data home, but what rank 0 writes to {seen[0][1]} is not seen in "
+            f"{', '.join(dict.fromkeys(blind))}.",
             "put it on a file system that all machines share, or name it with --data-home",
         ).shared()
 
@@ -50,7 +51,7 @@ def _write_token(paths: ExperimentPaths) -> Path:
     check_writable(paths)
     token = _nearest_existing(paths) / f".shared_{uuid.uuid4().hex}"
     token.touch()
-    return token
+    return token.relative_to(paths.home)
 
 
 def _place(paths: ExperimentPaths) -> str:
