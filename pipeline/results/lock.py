@@ -10,8 +10,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline.errors import StateConflict
+from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
+from pipeline.runtime.regular_files import read_regular
 
 
 class RunLock:
@@ -27,6 +28,11 @@ class RunLock:
             self._lock.acquire(blocking=False)
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
+        except OSError as error:
+            raise PipelineError(
+                f"{self._paths.lock_file} must be a file that can be locked, but: {error.strerror}.\n"
+                "  fix: remove it if no run is alive, or use a file system with locks."
+            ) from error
         self._paths.lock_file.write_text(json.dumps(_this_owner()) + "\n")
 
     def release(self) -> None:
@@ -42,7 +48,7 @@ def is_held(paths: ExperimentPaths) -> bool:
         lock.acquire(blocking=False)
     except Timeout:
         return True
-    except PermissionError:
+    except OSError:
         return False
     lock.release()
     return False
@@ -56,8 +62,8 @@ def check_free(paths: ExperimentPaths) -> None:
 def read_owner(paths: ExperimentPaths) -> dict[str, Any]:
     """Return what the latest owner said of itself."""
     try:
-        owner = json.loads(paths.lock_file.read_text())
-    except (OSError, ValueError):
+        owner = json.loads(read_regular(paths.lock_file))
+    except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
 

@@ -21,9 +21,20 @@ from typing import Any
 from pipeline.errors import DamagedResults
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
-from pipeline.results.manifest import FORMAT, MANIFEST_FILE, Entry, Manifest, read_sealed_json, sealed_json
+from pipeline.results.manifest import (
+    MANIFEST_FILE,
+    Entry,
+    Manifest,
+    SealedList,
+    State,
+    read_manifest,
+    read_sealed_list,
+    read_state,
+    sealed_json,
+)
 from pipeline.runtime.durable import Changes, Digest, Disk, bytes_writer
 from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.regular_files import regular_size
 
 SEALED_FILE = "sealed.json"
 HIDDEN = "running/"
@@ -81,12 +92,8 @@ class ResultsStore:
         if not changes.sealed:
             return manifest.sealed
         entries = {path: self._write(staging, path, writer) for path, writer in changes.sealed.items()}
-        listed = {
-            "format": FORMAT,
-            "previous": manifest.sealed.as_json() if manifest.sealed else None,
-            "files": {path: entry.as_json() for path, entry in entries.items()},
-        }
-        return self._write(staging, SEALED_FILE, bytes_writer(sealed_json(listed)))
+        listed = SealedList(entries, manifest.sealed)
+        return self._write(staging, SEALED_FILE, bytes_writer(sealed_json(listed.as_json())))
 
     def _write(self, staging: Path, path: str, writer: Callable[[Any], None]) -> Entry:
         self._disk.make_scratch_folder((staging / path).parent)
@@ -107,9 +114,9 @@ class ResultsStore:
                 yield name, Entry(f"{self._next}/{name}", Digest.of(path))
 
     def _replace_state(self, manifest: Manifest) -> None:
-        state = {"format": FORMAT, "generation": manifest.generation, "progress": manifest.progress.as_json()}
+        state = State(manifest.generation, manifest.progress)
         staging = self._paths.temp_data / "state.json"
-        self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state)), staging)
+        self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state.as_json())), staging)
 
     def _changed(self, previous: Manifest, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
         """Yield what differs from the commit before: new files, and new names for older ones."""
@@ -172,12 +179,12 @@ class ResultsStore:
         )
 
     def _named_generation(self) -> int | None:
-        state = read_sealed_json(self._paths.state_file)
-        return int(state["generation"]) if state else None
+        state = read_state(self._paths.state_file)
+        return state.generation if state else None
 
     def _generations(self) -> list[int]:
         names = os.listdir(self._paths.generations) if self._paths.generations.is_dir() else []
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
 
     def _candidates(self, named: int | None, found: list[int]) -> list[int]:
         if named is None:
@@ -192,8 +199,7 @@ class ResultsStore:
         return self._paths.generations / str(generation) / MANIFEST_FILE
 
     def _read_manifest(self, generation: int) -> Manifest | None:
-        value = read_sealed_json(self._manifest_file(generation))
-        return Manifest.from_json(value) if value else None
+        return read_manifest(self._manifest_file(generation))
 
     def _broken(self, generation: int, manifest: Manifest | None, is_needed: Callable[[str], bool]) -> list[str]:
         if manifest is None:
@@ -219,10 +225,14 @@ class ResultsStore:
         self.current = manifest
         self._parent = (self._read_manifest(manifest.parent) if manifest.parent else None) or Manifest()
         self._clear_temp_data()
-        self._show(self._all_files())
+        stored = {path: entry for path, entry in self._all_files().items() if self._is_stored(entry)}
+        self._show(stored)
         self._warn_of_pools()
         if named == manifest.generation and not self._has_broken_chain:
             self._sweep()
+
+    def _is_stored(self, entry: Entry) -> bool:
+        return (self._paths.generations / entry.object).is_file()
 
     def _warn_of_pools(self) -> None:
         """Name committed files that nobody reads to go on but whose size shows that they are damaged."""
@@ -255,13 +265,13 @@ class ResultsStore:
             self._remove_object(path)
 
     def _sealed_list(self, entry: Entry) -> tuple[dict[str, Entry], Entry | None]:
-        value = read_sealed_json(self._paths.generations / entry.object)
-        if value is None:
+        listed = read_sealed_list(self._paths.generations / entry.object)
+        # Each list is older than the one that names it: a ring of them would never end.
+        if listed is None or (listed.previous is not None and listed.previous.generation >= entry.generation):
             LOGGER.error("Damaged: generations/%s. Records listed in it are not looked after any more.", entry.object)
             self._has_broken_chain = True
             return {}, None
-        files = {path: Entry.from_json(one) for path, one in value["files"].items()}
-        return files, Entry.from_json(value["previous"]) if value["previous"] else None
+        return listed.files, listed.previous
 
     def _latest_sealed(self, entry: Entry | None) -> dict[str, Entry]:
         """Return the records of the latest epoch, sealed by its training and its evaluation, which a resume reads."""
@@ -319,4 +329,8 @@ def _is_same(target: Path, source: Path) -> bool:
 
 
 def _matches(path: Path, digest: Digest) -> bool:
-    return path.is_file() and path.stat().st_size == digest.size and Digest.of(path) == digest
+    """Tell whether a file is what it must be; one that cannot be read is not."""
+    try:
+        return regular_size(path) == digest.size and Digest.of(path) == digest
+    except OSError:
+        return False

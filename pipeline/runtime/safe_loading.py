@@ -12,13 +12,14 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from pipeline.errors import UnreadableFile
+from pipeline.paths import is_inside
 from pipeline.runtime.regular_files import regular_size
 from pipeline.runtime.tensor_pickles import check_pickle
 
@@ -130,9 +131,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 
 def is_entry_name(name: str) -> bool:
     """Tell whether a name stays inside an archive wherever that is unpacked."""
-    parts = PurePosixPath(name).parts
-    is_inside = bool(parts) and "/" not in parts and ".." not in parts
-    return is_inside and name.isprintable() and "\\" not in name and not name.endswith("/")
+    return is_inside(name) and name.isprintable() and "\\" not in name
 
 
 def _check_tensors(archive: zipfile.ZipFile) -> None:

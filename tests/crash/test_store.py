@@ -15,8 +15,9 @@ import pytest
 from pipeline.errors import DamagedResults, PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import FINISHED, TRAINING, Progress
+from pipeline.results.manifest import read_sealed_json, sealed_json
 from pipeline.results.store import ResultsStore
-from pipeline.runtime.durable import Changes, Disk, bytes_writer
+from pipeline.runtime.durable import Changes, Digest, Disk, bytes_writer
 from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk
 
 NUM_COMMITS = 5
@@ -141,12 +142,12 @@ def _is_killed(action: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EMFILE])
 @pytest.mark.parametrize("for_ever", [False, True])
 def test_refused_operation_stops_with_last_commit_intact(
     tmp_path: Path, expected: tuple[dict[str, bytes], int], code: int, for_ever: bool
 ) -> None:
-    """A full disk or an I/O error at any operation is told with its path, and the next run ends as it should."""
+    """A full disk, an I/O error or too many open files at any operation is told with its path, and the next run ends as it should."""
     whole, num_operations = expected
     for fail_at in range(1, num_operations + 1, 3):
         paths = make(tmp_path / str(fail_at))
@@ -251,10 +252,66 @@ def test_deleted_generations_are_taken_back_from_data(tmp_path: Path) -> None:
     assert store.current.progress == place(NUM_COMMITS)
 
 
+def test_deleted_pool_that_nobody_needs_does_not_block(tmp_path: Path) -> None:
+    """An older pool deleted everywhere to save space is gone, and the run goes on."""
+    paths = make(tmp_path)
+    work(paths, Disk())
+    (paths.generations / str(NUM_COMMITS - 1) / "pools/last/m.pt").unlink()
+    (paths.data / f"pools/epoch_{NUM_COMMITS - 1}/m.pt").unlink()
+    store = ResultsStore(paths, Disk())
+    store.recover(lambda path: path.startswith("pools/last"))
+    assert store.current.progress == place(NUM_COMMITS)
+
+
+def test_file_that_cannot_be_read_falls_back_to_the_commit_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An I/O error while reading the newest commit is damage like any other."""
+    paths, digest_of = make(tmp_path), Digest.of
+    work(paths, Disk())
+
+    def fail(path: Path) -> Digest:
+        if path.name == "m.pt" and f"/{NUM_COMMITS}/" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return digest_of(path)
+
+    monkeypatch.setattr(Digest, "of", fail)
+    store = ResultsStore(paths, Disk())
+    store.recover(lambda path: path.startswith("pools/last"))
+    assert store.current.progress == place(NUM_COMMITS - 1)
+
+
+def forge(paths: ExperimentPaths, name: str, **values: object) -> None:
+    """Change a sealed document and seal it again."""
+    document = read_sealed_json(paths.generations / str(NUM_COMMITS) / name)
+    (paths.generations / str(NUM_COMMITS) / name).write_bytes(sealed_json({**(document or {}), **values}))
+
+
+@pytest.mark.parametrize("name", ["../../../../canary", "/canary", "a/../../x", "", "."])
+@pytest.mark.parametrize("side", ["shown", "stored"])
+def test_manifest_that_leads_out_of_the_results_is_not_followed(tmp_path: Path, name: str, side: str) -> None:
+    """A forged manifest makes us neither overwrite nor delete anything outside."""
+    paths = make(tmp_path / "home")
+    work(paths, Disk())
+    (tmp_path / "canary").write_text("alive")
+    entry = ["5/pools/last/m.pt" if side == "shown" else name, 1000, "0"]
+    forge(paths, "manifest.json", files={name if side == "shown" else "pools/x": entry})
+    store = ResultsStore(paths, Disk())
+    store.recover(lambda path: path.startswith("pools/last"))
+    assert store.current.progress == place(NUM_COMMITS - 1)
+    assert (tmp_path / "canary").read_text() == "alive"
+
+
+def test_ring_of_sealed_lists_ends(tmp_path: Path) -> None:
+    """Lists that name each other as the one before are damage, not an endless loop."""
+    paths = make(tmp_path)
+    work(paths, Disk())
+    forge(paths, "sealed.json", previous=[f"{NUM_COMMITS}/sealed.json", 1, "0"])
+    ResultsStore(paths, Disk()).recover(lambda path: False)
+
+
 def test_newer_format_is_refused(tmp_path: Path) -> None:
     """Results written by a newer version are refused, not half read."""
-    from pipeline.results.manifest import sealed_json
-
     paths = make(tmp_path)
     work(paths, Disk())
     paths.state_file.write_bytes(sealed_json({"format": 99, "generation": 1, "progress": {}}))
