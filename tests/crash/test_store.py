@@ -147,7 +147,7 @@ def _is_killed(action: Callable[[], None]) -> bool:
 def test_refused_operation_stops_with_last_commit_intact(
     tmp_path: Path, expected: tuple[dict[str, bytes], int], code: int, for_ever: bool
 ) -> None:
-    """A full disk, an I/O error or too many open files at any operation is told with its path, and the next run ends as it should."""
+    """Full disk, I/O error, too many open files: told with the path wherever it happens; the next run ends well."""
     whole, num_operations = expected
     for fail_at in range(1, num_operations + 1, 3):
         paths = make(tmp_path / str(fail_at))
