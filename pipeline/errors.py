@@ -2,6 +2,7 @@
 
 PipelineError            1  something failed while running
 ├── DamagedResults       1  committed files do not match their digests
+├── UnreadableFile       1  a file of tensors or arrays is not safe to read
 ├── InvalidExperiment    2  settings, pymodules or their combination are wrong
 │   └── UsageError       2  the command line itself is wrong
 └── StateConflict        3  results exist, are missing, or are in use
@@ -42,6 +43,10 @@ class PipelineError(Exception):
 
 class DamagedResults(PipelineError):
     """Committed files do not match their digests and nothing intact is left to continue from."""
+
+
+class UnreadableFile(PipelineError):
+    """A file of tensors or arrays is damaged, or would do more than hold values when it is read."""
 
 
 class InvalidExperiment(PipelineError):

@@ -34,6 +34,13 @@ def check_name(name: str, what: str = "experiment name") -> str:
     return name
 
 
+def is_inside(name: str) -> bool:
+    """Tell whether a relative path stays below the folder it is joined to, and can exist at all."""
+    segments = os.fsencode(name).split(b"/")
+    is_short = len(segments) <= 32 and all(len(segment) <= 255 for segment in segments)
+    return is_short and "\0" not in name and not {b"", b".", b".."} & set(segments)
+
+
 def data_home(option: str | None) -> Path:
     """Return the data home: the option, else the environment variable, else the current directory."""
     return Path(option or os.environ.get(DATA_HOME_VARIABLE) or ".").absolute()

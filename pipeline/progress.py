@@ -9,6 +9,7 @@ PREPARE = "prepare"
 EVALUATION = "evaluation"
 TRAINING = "training"
 FINISHED = "finished"
+_STAGES = (PREPARE, EVALUATION, TRAINING, FINISHED)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ class Progress:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Progress:
-        return cls(str(value["stage"]), int(value["epoch"]), int(value["step"]))
+        """Return what ``as_json`` gave, or raise ValueError, TypeError or KeyError."""
+        progress = cls(value["stage"], value["epoch"], value["step"])
+        counts = (progress.epoch, progress.step)
+        if progress.stage not in _STAGES or any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"{value} is no place in an experiment")
+        return progress
 
     def __str__(self) -> str:
         if self.stage in (PREPARE, FINISHED):

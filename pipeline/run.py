@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments
-from pipeline.errors import DamagedResults, InvalidExperiment, PipelineError, Problem, StateConflict, UsageError
+from pipeline.errors import (
+    DamagedResults,
+    InvalidExperiment,
+    PipelineError,
+    Problem,
+    StateConflict,
+    UnreadableFile,
+    UsageError,
+)
 from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.counting import count
 from pipeline.experiment.datasets import Fingerprints, changed_datasets, fingerprint_datasets
@@ -108,7 +116,7 @@ class _Run:
         if action == RESUME:
             machinery = self._continue()
             progress, run_state, segments = self._processes.broadcast(self._committed())
-            machinery.parts.restore(self._paths.data, segments, progress)
+            self._processes.together(lambda: self._restore(machinery, segments, progress))
             self._restore_run_state(machinery, run_state)
         else:
             machinery = self._begin(action)
@@ -236,6 +244,12 @@ class _Run:
 
     def _committed(self) -> tuple[Progress, dict[str, Any], list[Path]]:
         return self._store.current.progress, self._store.current.run_state, self._store.hidden_files()
+
+    def _restore(self, machinery: Machinery, segments: list[Path], progress: Progress) -> None:
+        try:
+            machinery.parts.restore(self._paths.data, segments, progress)
+        except UnreadableFile as error:
+            raise DamagedResults(f"{error}\n  fix: restore it from a backup, or start again with --reset.") from error
 
     @staticmethod
     def _restore_run_state(machinery: Machinery, run_state: dict[str, Any]) -> None:

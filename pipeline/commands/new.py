@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.experiment.copied_files import copied_files
 from pipeline.experiment.settings import read_contents
 from pipeline.paths import ExperimentPaths, data_home, settings_names
 
 EXAMPLE = "example:\n  python -m pipeline new my_digits --template digits --set training.seed=1"
-_IGNORED = shutil.ignore_patterns("__pycache__", ".*", "*.pyc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +75,12 @@ def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:
     original = read_contents(source / "settings")
     contents = read_contents(source / "settings", overrides)
     staging = target.with_name(f".{target.name}.new")
+    files = copied_files(source)
     shutil.rmtree(staging, ignore_errors=True)
-    for part in ("pymodules", "settings"):
-        shutil.copytree(source / part, staging / part, ignore=_IGNORED)
+    for path in files:
+        copy = staging / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
     for name, content in contents.items():
         if content != original[name]:
             (staging / "settings" / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -22,7 +22,7 @@ from pipeline.results.comparison import read_any
 from pipeline.results.generations import Generations
 from pipeline.results.inspection import inspect
 from pipeline.results.lock import check_free
-from pipeline.results.manifest import FORMAT, Manifest, sealed_json
+from pipeline.results.manifest import Manifest, State, sealed_json
 from pipeline.results.provenance import read_starts
 from pipeline.results.situation import look
 from pipeline.results.store import peek
@@ -97,8 +97,8 @@ def _copy_commit(paths: ExperimentPaths, scratch: ExperimentPaths, manifest: Man
     for part in ("pymodules", "settings"):
         shutil.copytree(paths.results / part, scratch.results / part)
     scratch.data.mkdir()
-    state = {"format": FORMAT, "generation": manifest.generation, "progress": manifest.progress.as_json()}
-    scratch.state_file.write_bytes(sealed_json(state))
+    state = State(manifest.generation, manifest.progress)
+    scratch.state_file.write_bytes(sealed_json(state.as_json()))
 
 
 def _tell(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipeline.components.stateful import Stateful, load_json, save_json
+from pipeline.runtime.safe_loading import load_tensors
 
 
 class BaseScheduler(Stateful):
@@ -70,7 +71,7 @@ class TorchScheduler(BaseScheduler):
             torch.save({"is_waiting": self.is_waiting, "scheduler": self.torch_scheduler.state_dict()}, file)
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / "scheduler.pt", weights_only=True)
+        state = load_tensors(folder / "scheduler.pt")
         self.is_waiting = state["is_waiting"]
         self.torch_scheduler.load_state_dict(state["scheduler"])
 

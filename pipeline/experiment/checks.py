@@ -15,6 +15,7 @@ from pipeline.errors import Problem, nearest
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.settings import Settings
 from pipeline.experiment.user_code import user_problem
+from pipeline.runtime.safe_loading import is_entry_name
 
 Splits = dict[str, dict[str, np.ndarray]]
 _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
@@ -136,6 +137,9 @@ def parameter_problems(components: Components, optimizers: Mapping[str, Optimize
         names = [group.get("name") for group in optimizer.param_groups]
         if any(not isinstance(group, str) for group in names) or len(set(names)) < len(names):
             yield Problem(where, f"every param group must have a 'name' of its own, but the names are {names}")
+        # Records name a column after each group, and a file with an odd one would not be read back.
+        for odd in [group for group in names if isinstance(group, str) and not is_entry_name(group)]:
+            yield Problem(where, f"the name of a param group must be plain text without '..', but is {odd!r}")
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append(name)

@@ -11,10 +11,10 @@ import torch
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.records import Records
 from pipeline.experiment.snapshots import Snapshots
-from pipeline.experiment.weights import load_tensors
 from pipeline.paths import pool_file
 from pipeline.progress import EVALUATION, Progress
 from pipeline.runtime.durable import Changes, json_writer
+from pipeline.runtime.safe_loading import load_tensors
 
 
 class PersistedParts:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline.errors import Problem, nearest
+from pipeline.experiment.copied_files import is_ignored
 from pipeline.experiment.user_code import user_problem
 from pipeline.paths import number_variable
 from pipeline.runtime.randomness import key_generators
@@ -30,7 +31,6 @@ SINGLES = ("checkpoint_saver", "early_stopper", "loss_weighter")
 UTILS = "utils"
 IMPORT_TIME_LIMIT_VARIABLE = "GORIDEEPSTYLE_IMPORT_TIMEOUT"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_IGNORED = re.compile(r"__pycache__|\..*|.*~|.*\.(pyc|swp|swo|tmp|bak)|#.*#")
 _PREFIX = "_experiment_pymodules_"
 _packages = itertools.count()
 
@@ -43,11 +43,6 @@ def relocate(source: Path, target: Path) -> None:
                 module.__file__ = str(target / Path(str(module.__file__)).relative_to(source))
             if hasattr(module, "__path__"):
                 module.__path__ = [str(path).replace(str(source), str(target), 1) for path in module.__path__]
-
-
-def is_ignored(name: str) -> bool:
-    """Tell whether a file or folder is an editor's or interpreter's by-product."""
-    return _IGNORED.fullmatch(name) is not None
 
 
 class PymoduleLoader:

@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.components import Losses, LossRecord
 from pipeline.experiment.settings import LossRegister
 from pipeline.runtime.durable import Writer
+from pipeline.runtime.safe_loading import columns_of
 
 SPLITS = ("train", "val")
 _EPOCH_FIELDS = ("epochs", "epoch_means", "epoch_totals", "epoch_items")
@@ -90,7 +91,7 @@ class Records:
     def load_segment(self, path: Path) -> None:
         """Append what ``segment`` wrote."""
         columns = {**self._columns(), **self._loss_columns()}
-        with np.load(path, allow_pickle=False) as found:
+        with columns_of(path) as found:
             for name, values in columns.items():
                 values.extend(found[name].tolist())
 
@@ -120,13 +121,13 @@ class Records:
     def load_step_files(self, data: Path, epoch: int) -> None:
         """Restore what ``step_files`` wrote: the latest finished epoch stays visible until the next begins."""
         for register, record in self.losses["train"].items():
-            with np.load(data / f"loss_reg_data/train/{register}/step_data_{epoch}.npz", allow_pickle=False) as found:
+            with columns_of(data / f"loss_reg_data/train/{register}/step_data_{epoch}.npz") as found:
                 for name in ("means", "totals", "items"):
                     getattr(record, f"step_{name}").extend(found[name].tolist())
                 skipped = found["skipped"].tolist()
         self.skipped.extend(skipped)
         for optimizer, groups in self.rates.items():
-            with np.load(data / f"lr_data/{optimizer}/step_data_{epoch}.npz", allow_pickle=False) as found:
+            with columns_of(data / f"lr_data/{optimizer}/step_data_{epoch}.npz") as found:
                 self.grad_norms[optimizer].extend(found["grad_norms"].tolist())
                 for group, values in groups.items():
                     values.extend(found[f"lr_{group}"].tolist())
@@ -144,7 +145,7 @@ class Records:
         """Restore what ``epoch_files`` wrote, for both splits."""
         for split in SPLITS:
             for register, record in self.losses[split].items():
-                with np.load(data / f"loss_reg_data/{split}/{register}/epoch_data.npz", allow_pickle=False) as found:
+                with columns_of(data / f"loss_reg_data/{split}/{register}/epoch_data.npz") as found:
                     for name in _EPOCH_FIELDS:
                         setattr(record, name, found[name.removeprefix("epoch_")].tolist())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.resources import files
+from itertools import islice
 from typing import Any, cast
 
 from jsonschema import Draft202012Validator, validators
@@ -21,6 +22,7 @@ _Validator = validators.extend(  # type: ignore[no-untyped-call]
     ),
 )
 SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
+_MOST_PROBLEMS = 100
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -31,11 +33,11 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def schema_problems(document: Document, name: str) -> list[Problem]:
-    """Return every violation in the order in which the file shows them."""
+    """Return every violation in the order in which the file shows them; of a flood, the beginning."""
     errors = _Validator(schema(name)).iter_errors(document.value)
-    leaves = [leaf for error in errors for leaf in _leaves(error)]
+    leaves = list(islice((leaf for error in errors for leaf in _leaves(error)), _MOST_PROBLEMS))
     leaves.sort(key=lambda error: document.offsets.get(tuple(error.absolute_path), 0))
-    return [problem for error in leaves for problem in _problems(document, error)]
+    return list(islice((problem for error in leaves for problem in _problems(document, error)), _MOST_PROBLEMS))
 
 
 def _leaves(error: ValidationError) -> Iterator[ValidationError]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import torch
-from torch.utils.serialization import config
 
 from pipeline.errors import PipelineError
 from pipeline.runtime.durable import Writer
@@ -68,9 +67,7 @@ class Snapshots:
 
 def _tensor_writer(state: Any) -> Writer:
     def write(file: BinaryIO) -> None:
-        # Every file has a digest of its own, which is stronger than the checksums inside.
-        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            torch.save(state, file)
+        torch.save(state, file)
 
     return write
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
+from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
 from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
 from pipeline.paths import ExperimentPaths, check_name, pool_file
+from pipeline.runtime.safe_loading import load_tensors
 
 _SHOWN = 10
-
-
-def load_tensors(path: Path) -> Any:
-    """Read a file of tensors and plain values on the CPU; a pickle that would run code is refused."""
-    with path.open("rb") as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def load_initial_weights(components: Components, paths: ExperimentPaths, folder: Path) -> None:
@@ -70,22 +64,14 @@ def _fill(definition: ModuleDefinition, source: WeightSource, path: Path) -> Ite
     """Load a file into a module, or yield why it does not fit."""
     try:
         loaded = load_tensors(path)
-    except pickle.UnpicklingError as error:
-        yield f"{path} must hold tensors only, but is damaged or would run code when loaded: {_first_line(error)}"
-        return
-    except Exception as error:
-        # Whatever a file that is no checkpoint makes torch's reader raise.
-        yield f"{path} must be a file of weights, but cannot be read: {_first_line(error)}"
+    except UnreadableFile as error:
+        yield str(error)
         return
     weights = _renamed(loaded, source)
     if not isinstance(weights, Mapping):
         yield f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}"
         return
     yield from _misfits(definition.module, weights, source, path)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _renamed(loaded: Any, source: WeightSource) -> Any:
@@ -107,9 +93,9 @@ def _mapped(key: str, key_map: Mapping[str, str]) -> str:
 def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource, path: Path) -> Iterator[str]:
     own = module.state_dict()
     shapes = [
-        f"{key} {tuple(weights[key].shape)} instead of {tuple(own[key].shape)}"
+        f"{key} {_shape(weights[key])} instead of {_shape(own[key])}"
         for key in sorted(set(own) & set(weights))
-        if isinstance(own[key], torch.Tensor) and own[key].shape != weights[key].shape
+        if isinstance(own[key], torch.Tensor) and _shape(own[key]) != _shape(weights[key])
     ]
     missing, unexpected = sorted(set(own) - set(weights)), sorted(set(weights) - set(own))
     kinds = {"missing": missing, "unexpected": unexpected} if source.strict else {}
@@ -117,7 +103,15 @@ def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource
     if found:
         yield f"the weights of {path} must fit the module, but: {'; '.join(found)}"
         return
-    module.load_state_dict({key: weights[key] for key in own if key in weights}, strict=source.strict)
+    try:
+        module.load_state_dict({key: weights[key] for key in own if key in weights}, strict=source.strict)
+    except RuntimeError as error:
+        # Tensors of the right shape can still be of a kind that cannot be copied, such as quantised ones.
+        yield f"the weights of {path} must fit the module, but: {' '.join(str(error).split())}"
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
 
 
 def _first(keys: list[str]) -> str:

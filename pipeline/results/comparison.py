@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.runtime.safe_loading import load_arrays, load_tensors
+
 
 def first_difference(left: Path, right: Path) -> str | None:
     """Return where two ``data`` folders differ first, or None if every value has the same bits."""
@@ -28,10 +30,9 @@ def first_difference(left: Path, right: Path) -> str | None:
 def read_any(path: Path) -> Any:
     """Read a results file with torch, numpy or json alone."""
     if path.suffix == ".pt":
-        return torch.load(path, weights_only=True)
+        return load_tensors(path)
     if path.suffix == ".npz":
-        with np.load(path) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+        return load_arrays(path)
     return json.loads(path.read_text())
 
 

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.errors import InvalidExperiment, Problem
-from pipeline.experiment.pymodules import is_ignored
+from pipeline.experiment.copied_files import COPIED, copied_files, files_with_problems
 from pipeline.experiment.settings import Contents
 from pipeline.runtime.durable import Digest, Disk, Writer, json_writer
-
-COPIED = ("pymodules", "settings")
 
 
 def digest_folder(folder: Path) -> dict[str, str]:
     """Return the digest of every file that is copied, by path below the experiment's folder."""
     return {path.relative_to(folder).as_posix(): Digest.of(path).sha256 for path in copied_files(folder)}
-
-
-def copied_files(folder: Path) -> list[Path]:
-    """Return the files an experiment consists of, or refuse what cannot be copied safely."""
-    found, problems = [], []
-    for path in _walk(folder):
-        problem = _unsafe(path, folder)
-        if problem:
-            problems.append(Problem(str(path), problem))
-        else:
-            found.append(path)
-    if problems:
-        raise InvalidExperiment(problems)
-    return found
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for part in COPIED:
-        for top, folders, files in os.walk(folder / part):
-            linked = sorted(name for name in folders if (Path(top) / name).is_symlink())
-            folders[:] = sorted(name for name in folders if not is_ignored(name) and name not in linked)
-            yield from (Path(top) / name for name in sorted([*files, *linked]) if not is_ignored(name))
-
-
-def _unsafe(path: Path, folder: Path) -> str | None:
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):
-        return "must be a file, but is a link that leads nowhere"
-    if not target.is_relative_to(folder.resolve()):
-        return f"must not link to a place outside the experiment's folder, but leads to {target}"
-    if not stat.S_ISREG(target.stat().st_mode):
-        return "must be a regular file or a link to one inside the experiment's folder"
-    return None
 
 
 def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Contents, disk: Disk) -> dict[str, str]:
@@ -93,5 +54,9 @@ def _file_writer(path: Path) -> Writer:
 
 def differing_files(folder: Path, digests: dict[str, str]) -> list[str]:
     """Return the files below ``folder`` that are not what ``digests`` say, missing and new ones included."""
-    found = digest_folder(folder)
+    # A file that could not even be copied differs from any that was.
+    found = {
+        path.relative_to(folder).as_posix(): problem or Digest.of(path).sha256
+        for path, problem in files_with_problems(folder).items()
+    }
     return sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))

@@ -7,8 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.paths import ExperimentPaths
-from pipeline.results.manifest import MANIFEST_FILE, Entry, Manifest, read_sealed_json
+from pipeline.results.manifest import (
+    MANIFEST_FILE,
+    Entry,
+    Manifest,
+    SealedList,
+    read_manifest,
+    read_sealed_list,
+    read_state,
+)
 from pipeline.runtime.durable import Digest
+from pipeline.runtime.regular_files import regular_size
 
 HIDDEN = "running/"
 
@@ -21,20 +30,19 @@ class Generations:
 
     def named(self) -> int | None:
         """Return the generation that the state file names, or None if the state file cannot be read."""
-        state = read_sealed_json(self._paths.state_file)
-        return int(state["generation"]) if state else None
+        state = read_state(self._paths.state_file)
+        return state.generation if state else None
 
     def numbers(self) -> list[int]:
         """Return the generations that have a folder, the newest first."""
         names = os.listdir(self._paths.generations) if self._paths.generations.is_dir() else []
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
 
     def manifest_file(self, generation: int) -> Path:
         return self._paths.generations / str(generation) / MANIFEST_FILE
 
     def manifest(self, generation: int) -> Manifest | None:
-        value = read_sealed_json(self.manifest_file(generation))
-        return Manifest.from_json(value) if value else None
+        return read_manifest(self.manifest_file(generation))
 
     def older(self, manifest: Manifest) -> list[Manifest]:
         """Return those of the manifests beside this one that can be read, the newest first."""
@@ -47,20 +55,19 @@ class Generations:
     def shown(self, path: str) -> Path:
         return self._paths.data / path
 
-    def sealed_list(self, entry: Entry) -> tuple[dict[str, Entry], Entry | None] | None:
-        """Return the sealed files of one list and the list before it, or None if it cannot be read."""
-        value = read_sealed_json(self.stored(entry))
-        if value is None:
-            return None
-        files = {path: Entry.from_json(one) for path, one in value["files"].items()}
-        return files, Entry.from_json(value["previous"]) if value["previous"] else None
+    def sealed_list(self, entry: Entry) -> SealedList | None:
+        """Return one list of sealed files, or None if it cannot be read."""
+        listed = read_sealed_list(self.stored(entry))
+        # Each list is older than the one that names it: a ring of them would never end.
+        is_odd = listed is not None and listed.previous is not None and listed.previous.generation >= entry.generation
+        return None if is_odd else listed
 
     def sealed_lists(self, entry: Entry | None) -> Iterator[tuple[Entry, dict[str, Entry] | None]]:
         """Yield each list with its files, the newest first; one that cannot be read is the last, with None."""
         while entry is not None:
-            found = self.sealed_list(entry)
-            yield entry, found[0] if found else None
-            entry = found[1] if found else None
+            listed = self.sealed_list(entry)
+            yield entry, listed.files if listed else None
+            entry = listed.previous if listed else None
 
     def all_files(self, manifest: Manifest) -> dict[str, Entry]:
         """Return every file a generation consists of, sealed ones included, by its path below data/."""
@@ -104,6 +111,6 @@ def is_same(target: Path, source: Path) -> bool:
 def matches(path: Path, digest: Digest) -> bool:
     """Tell whether a file is what its digest says; one that cannot be read is not."""
     try:
-        return path.is_file() and path.stat().st_size == digest.size and Digest.of(path) == digest
+        return regular_size(path) == digest.size and Digest.of(path) == digest
     except OSError:
         return False

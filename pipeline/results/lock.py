@@ -12,6 +12,7 @@ number in it, and one that counts on is alive. Nothing here compares clocks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -28,11 +29,13 @@ from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
 from pipeline.runtime.durable import Disk, bytes_writer, json_writer
 from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.regular_files import read_regular
 
 SECONDS_BETWEEN_BEATS = 3.0
 _BEATS_TO_WAIT_FOR = 5
 _OWNER_FILE, _BEAT_FILE = "owner.json", "beat"
 _PREFIX = "claim_"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Claim:
@@ -85,8 +88,11 @@ class RunLock:
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
         except (NotImplementedError, OSError) as error:
-            if isinstance(error, PermissionError):
-                raise PipelineError(f"{self._paths.lock_file} cannot be opened: {error.strerror}.") from error
+            if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
+                raise PipelineError(
+                    f"{self._paths.lock_file} must be a file that can be locked, but: {error}.\n"
+                    "  fix: remove it if no run is alive."
+                ) from error
             LOGGER.warning(
                 "The file system of %s has no locks (%s); a second run is noticed by its signs of life alone.",
                 self._paths.results,
@@ -196,9 +202,9 @@ def is_held(paths: ExperimentPaths) -> bool:
         lock.acquire(blocking=False)
     except Timeout:
         return True
-    except PermissionError:
-        return False
-    except (NotImplementedError, OSError):
+    except (NotImplementedError, OSError) as error:
+        if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
+            return False
         return any(_is_running(_read_json(folder / _OWNER_FILE)) for folder in _claims(paths))
     lock.release()
     return False
@@ -216,7 +222,7 @@ def read_owner(paths: ExperimentPaths) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -16,10 +16,12 @@ import numpy
 import torch
 
 import pipeline
+from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.runtime.durable import Disk, bytes_writer
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.regular_files import read_regular
 
 _COMPARED = ("torch", "numpy", "python", "threads")
 
@@ -63,16 +65,22 @@ def _output(*command: str) -> str | None:
 
 
 def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
-    if not paths.starts_file.exists():
+    """Return what each start so far has said of itself."""
+    try:
+        content = read_regular(paths.starts_file)
+    except FileNotFoundError:
         return []
-    return [_parsed(line) for line in paths.starts_file.read_text(errors="replace").splitlines()]
+    except OSError as error:
+        # It is written anew with each start: one that cannot be read must not be lost by that.
+        raise PipelineError(f"{error.filename} cannot be read: {error.strerror}.\n  fix: move it away.") from error
+    return [_parsed(line) for line in content.decode(errors="replace").splitlines()]
 
 
 def _parsed(line: str) -> dict[str, Any]:
     """Keep a line that cannot be read for those who can make something of it."""
     try:
         start = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"unreadable": line}
     return start if isinstance(start, dict) else {"unreadable": line}
 

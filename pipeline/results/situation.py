@@ -10,7 +10,7 @@ from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.paths import RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
 from pipeline.progress import Progress
 from pipeline.results.lock import check_free
-from pipeline.results.manifest import read_sealed_json
+from pipeline.results.manifest import read_state
 
 OWN_NAMES = RESERVED | {STATE_FILE, "run.lock", "status.json", ".status.json.new", "starts.jsonl", "stop.request"}
 
@@ -31,9 +31,9 @@ def look(paths: ExperimentPaths) -> Situation:
     """Look at the results without touching them, and refuse places that are not safe to use."""
     _refuse_links(paths.home / "experiment_results", paths.name)
     _refuse_groups(paths)
-    state = read_sealed_json(paths.state_file)
+    state = read_state(paths.state_file)
     if state is not None:
-        return Situation(True, Progress.from_json(state["progress"]))
+        return Situation(True, state.progress)
     has_commits = paths.generations.is_dir() and any(paths.generations.iterdir())
     return Situation(has_commits or paths.state_file.exists())
 

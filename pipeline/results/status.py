@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.progress import Progress
 from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.regular_files import read_regular
 
 SECONDS_BETWEEN_UPDATES = 2.0
 
@@ -31,6 +33,8 @@ class StatusFile:
         # Beside its target, so that the rename stays on one file system.
         staging = self._path.with_name(f".{self._path.name}.new")
         try:
+            # Whatever stands there is not to be written through: a link leads elsewhere, a pipe would hang.
+            staging.unlink(missing_ok=True)
             staging.write_text(content)
             os.replace(staging, self._path)
         except OSError as error:
@@ -40,9 +44,32 @@ class StatusFile:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the latest status, or nothing."""
+    """Return the latest status as far as it makes sense, or nothing."""
     try:
-        status = json.loads(path.read_text())
-    except (OSError, ValueError):
+        status = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return status if isinstance(status, dict) else {}
+    return {name: value for name, value in status.items() if _fits(name, value)} if isinstance(status, dict) else {}
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Tell whether a value is of the kind that its name promises; anyone may have written the file."""
+    if name == "last":
+        return _are_losses(value)
+    if name == "best":
+        return isinstance(value, dict) and (not value or ("epoch" in value and _are_losses(value.get("values"))))
+    if name == "progress":
+        return _is_progress(value)
+    return True
+
+
+def _are_losses(value: Any) -> bool:
+    return isinstance(value, dict) and all(one is None or isinstance(one, float) for one in value.values())
+
+
+def _is_progress(value: Any) -> bool:
+    try:
+        Progress.from_json(value)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True

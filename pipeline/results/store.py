@@ -23,7 +23,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.results.generations import HIDDEN, Generations, matches
 from pipeline.results.lock import Claim
-from pipeline.results.manifest import FORMAT, MANIFEST_FILE, Entry, Manifest, sealed_json
+from pipeline.results.manifest import MANIFEST_FILE, Entry, Manifest, SealedList, State, sealed_json
 from pipeline.results.view import View
 from pipeline.runtime.durable import Changes, Digest, Disk, bytes_writer
 from pipeline.runtime.logs import LOGGER
@@ -130,12 +130,8 @@ class ResultsStore:
         if not changes.sealed:
             return manifest.sealed
         entries = {path: self._write(staging, path, writer) for path, writer in changes.sealed.items()}
-        listed = {
-            "format": FORMAT,
-            "previous": manifest.sealed.as_json() if manifest.sealed else None,
-            "files": {path: entry.as_json() for path, entry in entries.items()},
-        }
-        return self._write(staging, SEALED_FILE, bytes_writer(sealed_json(listed)))
+        listed = SealedList(entries, manifest.sealed)
+        return self._write(staging, SEALED_FILE, bytes_writer(sealed_json(listed.as_json())))
 
     def _write(self, staging: Path, path: str, writer: Callable[[Any], None]) -> Entry:
         self._disk.make_scratch_folder((staging / path).parent, staging)
@@ -153,16 +149,16 @@ class ResultsStore:
 
     def _replace_state(self, manifest: Manifest) -> None:
         """The commit itself; it takes a file of this run's claim, which a run that takes over has removed first."""
-        state = {"format": FORMAT, "generation": manifest.generation, "progress": manifest.progress.as_json()}
+        state = State(manifest.generation, manifest.progress)
         staging = self._claim.folder / "state.json"
-        self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state)), staging)
+        self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state.as_json())), staging)
 
     def _changed(self, previous: Manifest, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
         """Yield what differs from the commit before: new files, and new names for older ones."""
         yield from ((path, entry) for path, entry in manifest.files.items() if previous.files.get(path) != entry)
         if manifest.sealed != previous.sealed and manifest.sealed:
-            found = self._generations.sealed_list(manifest.sealed)
-            yield from found[0].items() if found else ()
+            listed = self._generations.sealed_list(manifest.sealed)
+            yield from listed.files.items() if listed else ()
 
     def _drop(self, dropped: list[Manifest]) -> None:
         """Remove what only generations needed that do not stay; sealed files belong to all."""
@@ -237,11 +233,15 @@ class ResultsStore:
         if named is None and not damage:
             self._replace_state(manifest)
             named = manifest.generation
-        self._view.show(self._generations.all_files(manifest), self._claim.folder)
+        stored = {path: one for path, one in self._generations.all_files(manifest).items() if self._is_stored(one)}
+        self._view.show(stored, self._claim.folder)
         self._warn_of_pools()
         # Nothing is deleted on doubt: what was damaged may still be of use to whoever looks into it.
         if named == manifest.generation and has_whole_chain:
             self._sweep()
+
+    def _is_stored(self, entry: Entry) -> bool:
+        return self._generations.stored(entry).is_file()
 
     def _warn_of_pools(self) -> None:
         """Name committed files that nobody reads to go on but whose size shows that they are damaged."""

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipeline.errors import PipelineError
 Result = TypeVar("Result")
 Writer = Callable[[BinaryIO], None]
 _CHUNK = 1 << 20
-# What is worth handing to a second thread, and how much is written before the kernel is told to begin storing it.
+# What is worth handing to a second thread and to the disk, and how much is written at once.
 _LARGE, _PORTION = 4 << 20, 8 << 20
 _BEGIN_STORING = 2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -96,7 +96,7 @@ class Disk:
             writer(file)
             file.flush()
             self.perform("sync", path, lambda: os.fsync(raw.descriptor))
-        return raw.digest()
+            return raw.digest()
 
     def write_some(self, descriptor: int, content: memoryview) -> int:
         """Write as much as the kernel takes and return how much that was."""
@@ -173,48 +173,47 @@ class Disk:
 
 
 class _RawFile(io.RawIOBase):
-    """An unbuffered file that digests what it writes and reports each write to its disk."""
+    """An unbuffered file that reports each write to its disk and digests what it has written, behind the writer."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._path, self._sha, self._size = disk, path, hashlib.sha256(), 0
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._num_queued, self._digesting = 0, list[Future[None]]()
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        content = memoryview(data).cast("B")
-        if len(content) < _LARGE:
-            count = self._disk.perform("write", self._path, partial(self._disk.write_some, self.descriptor, content))
-            self._sha.update(content[:count])
-        else:
-            count = self._write_large(content)
+        """Write as much as the kernel takes at once; the buffer above comes back with the rest."""
+        content = memoryview(data).cast("B")[:_PORTION]
+        count = self._disk.perform("write", self._path, partial(self._disk.write_some, self.descriptor, content))
         self._size += count
+        if self._size - self._num_queued >= _LARGE:
+            _begin_storing(self.descriptor, self._num_queued, self._size - self._num_queued)
+            self._digesting.append(_DIGESTING.submit(self._digest, self._num_queued, self._size))
+            self._num_queued = self._size
         return count
 
-    def _write_large(self, content: memoryview) -> int:
-        """Digest in a second thread while this one writes, and let the disk begin before all is there."""
-        digesting = _DIGESTING.submit(self._sha.update, content)
-        try:
-            count = 0
-            while count < len(content):
-                portion = content[count : count + _PORTION]
-                written = self._disk.perform(
-                    "write", self._path, partial(self._disk.write_some, self.descriptor, portion)
-                )
-                _begin_storing(self.descriptor, self._size + count, written)
-                count += written
-        finally:
+    def _digest(self, start: int, end: int) -> None:
+        """Take a range of the file into the digest; it comes from the kernel's memory, not from the disk."""
+        buffer = memoryview(bytearray(min(_CHUNK, end - start)))
+        while start < end and (count := os.preadv(self.descriptor, [buffer[: end - start]], start)):
+            self._sha.update(buffer[:count])
+            start += count
+
+    def digest(self) -> Digest:
+        """Return the digest of all that was written."""
+        for digesting in self._digesting:
             digesting.result()
-        return count
+        self._digest(self._num_queued, self._size)
+        return Digest(self._size, self._sha.hexdigest())
 
     def close(self) -> None:
         if not self.closed:
+            # Nobody may read from a descriptor that will soon be another file's.
+            wait(self._digesting)
             os.close(self.descriptor)
         super().close()
-
-    def digest(self) -> Digest:
-        return Digest(self._size, self._sha.hexdigest())
 
 
 def _begin_storing(descriptor: int, offset: int, count: int) -> None:

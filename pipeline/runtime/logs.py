@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -25,6 +27,9 @@ def start_file(experiment: str, path: Path) -> None:
     """Append messages to the experiment's log file as well, if it can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo():
+            # Opening it would wait for a reader.
+            raise OSError(errno.EINVAL, "Is a pipe", str(path))
         _add(logging.FileHandler(path, encoding="utf-8"), experiment)
     except OSError as error:
         LOGGER.warning("No log file: %s. Training goes on without it.", error)
@@ -33,7 +38,9 @@ def start_file(experiment: str, path: Path) -> None:
 def stop_logging() -> None:
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
-        handler.close()
+        # What a full disk did not take is still buffered, and closing tries to write it once more.
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 def log_file_only(message: str) -> None:

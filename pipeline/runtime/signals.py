@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from pipeline.runtime.regular_files import read_regular
+
 SECONDS_BETWEEN_LOOKS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -50,10 +52,10 @@ class StopRequests:
         if self._stop_file is None:
             return ""
         try:
-            wanted = self._stop_file.read_text().strip()
-        except FileNotFoundError:
+            wanted = read_regular(self._stop_file).strip()
+        except OSError:
             return ""
-        return "stop request" if epoch_ends or wanted != "epoch" else ""
+        return "stop request" if epoch_ends or wanted != b"epoch" else ""
 
 
 def ignore_stop_signals() -> None:

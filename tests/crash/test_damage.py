@@ -15,7 +15,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.results.inspection import inspect
 from pipeline.results.lock import RunLock
-from pipeline.results.manifest import sealed_json
+from pipeline.results.manifest import read_sealed_json, sealed_json
 from pipeline.results.store import ResultsStore
 from pipeline.runtime.durable import Changes, Disk, bytes_writer
 from tests.crash.life import NUM_COMMITS, Life, changes, is_needed, make, place
@@ -156,6 +156,41 @@ def test_deleted_generations_are_taken_back_from_data(paths: ExperimentPaths) ->
     store = opened(paths)
     store.recover(is_needed)
     assert store.current.progress == place(NUM_COMMITS)
+
+
+def test_deleted_pool_that_nobody_needs_does_not_block(paths: ExperimentPaths) -> None:
+    """An older pool deleted everywhere to save space is gone, and the run goes on."""
+    (paths.generations / str(NUM_COMMITS - 1) / "pools/last/m.pt").unlink()
+    (paths.data / f"pools/epoch_{NUM_COMMITS - 1}/m.pt").unlink()
+    store = opened(paths)
+    store.recover(is_needed)
+    assert store.current.progress == place(NUM_COMMITS)
+
+
+def forge(paths: ExperimentPaths, name: str, **values: object) -> None:
+    """Change a sealed document and seal it again."""
+    document = read_sealed_json(paths.generations / str(NUM_COMMITS) / name)
+    (paths.generations / str(NUM_COMMITS) / name).write_bytes(sealed_json({**(document or {}), **values}))
+
+
+@pytest.mark.parametrize("name", ["../../../../canary", "/canary", "a/../../x", "", "."])
+@pytest.mark.parametrize("side", ["shown", "stored"])
+def test_manifest_that_leads_out_of_the_results_is_not_followed(paths: ExperimentPaths, name: str, side: str) -> None:
+    """A forged manifest makes us neither overwrite nor delete anything outside."""
+    canary = paths.home / "canary"
+    canary.write_text("alive")
+    entry = ["5/pools/last/m.pt" if side == "shown" else name, 1000, "0"]
+    forge(paths, "manifest.json", files={name if side == "shown" else "pools/x": entry})
+    store = opened(paths)
+    store.recover(is_needed)
+    assert store.current.progress == place(NUM_COMMITS - 1)
+    assert canary.read_text() == "alive"
+
+
+def test_ring_of_sealed_lists_ends(paths: ExperimentPaths) -> None:
+    """Lists that name each other as the one before are damage, not an endless loop."""
+    forge(paths, "sealed.json", previous=[f"{NUM_COMMITS}/sealed.json", 1, "0"])
+    opened(paths).recover(lambda path: False)
 
 
 def test_newer_format_is_refused(paths: ExperimentPaths) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_new_from_takes_what_ran(home: Path) -> None:
     run_inside(home, "--set", "training.seed=9", "--stop-after-epoch", "0")
     assert call(home, "new", "variant", "--from", "tiny") == 0
     assert json.loads((home / "experiment_settings/variant/settings/training.json").read_text())["seed"] == 9
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "outside"])
+def test_new_from_copies_files_only(home: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """A pipe, a device or a link to elsewhere is refused at once, and nothing is written."""
+    path = home / "experiment_settings/tiny/pymodules/utils/odd.bin"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero" if kind == "device" else "/etc")
+    assert call(home, "new", "variant", "--from", "tiny") == 2
+    assert "odd.bin: must" in capsys.readouterr().err
+    assert [path.name for path in (home / "experiment_settings").iterdir()] == ["tiny"]
 
 
 @pytest.mark.parametrize(

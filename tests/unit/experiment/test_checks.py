@@ -166,6 +166,14 @@ def test_param_groups_need_names_of_their_own(tmp_path: Path, names: str) -> Non
     assert "every param group must have a 'name' of its own" in problem.what
 
 
+@pytest.mark.parametrize("name", ["../x", "/x", "", "a\\nb", "a\\0b", "x" * 300])
+def test_param_group_with_an_odd_name_is_told(tmp_path: Path, name: str) -> None:
+    """Records name a column after each group: a name that could not be read back is refused at the start."""
+    parameters = "[*modules['head_a'].parameters(), *modules['head_b'].parameters()]"
+    problem = only_problem(tmp_path, heads(f"[{{'name': '{name}', 'params': {parameters}}}]"))
+    assert "the name of a param group must be" in problem.what
+
+
 def test_empty_train_split_is_told(tmp_path: Path) -> None:
     """A dataset without training points is refused at its file."""
     text = "from ..utils.points import Points\n\nclass Empty(Points):\n    def get_split_idxs(self, split):\n"

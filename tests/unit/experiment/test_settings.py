@@ -37,6 +37,9 @@ def problems_of(folder: Path, *overrides: str) -> list[Problem]:
 
 
 WRONG = {
+    "register with a newline": ("loss_registers", '{"loss_registers": ["a\\n"]}', "registers.0)", "made of letters"),
+    "number beyond all sense": ("training", f'{{"grad_clip_norm": 1{"0" * 400}}}', "(grad_clip_norm)", "or less"),
+    "items beyond all sense": ("data_loading", '{"step_min_items": 1' + "0" * 30 + "}", "items)", "or less"),
     "unknown key": ("training", '{\n "seed": 1,\n "precison": "bf16"\n}', ":3 (precison)", "mean 'precision'"),
     "nested unknown key": (
         "logging",
@@ -254,3 +257,10 @@ def test_contents_are_plain_json(home: Path) -> None:
     """What goes into the frozen copy can be written as JSON and read back alike."""
     contents = read_contents(home / "experiment_settings/tiny/settings", ("training.seed=5",))
     assert json.loads(json.dumps(contents)) == contents
+
+
+@pytest.mark.parametrize("item", ["1", '{"x": 1}', '"a b"'])
+def test_flood_of_problems_is_cut(tmp_path: Path, item: str) -> None:
+    """A large file of nonsense is refused at once, with its first problems only."""
+    text = f'{{"loss_registers": [{",".join([item] * 50_000)}]}}'
+    assert len(problems_of(folder_with(tmp_path, loss_registers=text))) == 100

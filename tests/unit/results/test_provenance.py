@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.results.provenance import describe_start, differences, read_starts, record_start
@@ -95,3 +96,10 @@ def test_same_machine_differs_in_nothing() -> None:
     """A resume under the same conditions has nothing to warn of."""
     start = describe_start(Processes(), Progress())
     assert differences(start, describe_start(Processes(), Progress())) == []
+
+
+def test_starts_that_cannot_be_read_are_not_overwritten(paths: ExperimentPaths) -> None:
+    """What cannot be read is told, because the next start would replace it."""
+    paths.starts_file.mkdir()
+    with pytest.raises(PipelineError, match=r"starts\.jsonl cannot be read: Is a directory"):
+        record_start(paths, {"pid": 1}, Disk())

@@ -75,6 +75,14 @@ def test_stop_file_may_wait_for_the_epoch(requests: StopRequests, tmp_path: Path
     assert requests.asked(epoch_ends=True)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "bytes"])
+def test_odd_stop_file_neither_hangs_nor_crashes(requests: StopRequests, tmp_path: Path, kind: str) -> None:
+    """What is no file asks for nothing, and a file of any content is a request."""
+    path = tmp_path / "stop.request"
+    {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "bytes": lambda: path.write_bytes(b"\xff")}[kind]()
+    assert requests.asked() == (kind == "bytes")
+
+
 def test_disk_is_looked_at_once_a_second(tmp_path: Path) -> None:
     """Fast steps do not ask the file system each time, but the end of an epoch does."""
     requests = StopRequests(tmp_path / "stop.request", has_launcher=False)

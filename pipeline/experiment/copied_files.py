@@ -1,0 +1,53 @@
+"""The files an experiment consists of: what is copied, what is ignored, and what cannot be copied safely."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.errors import InvalidExperiment, Problem
+
+COPIED = ("pymodules", "settings")
+_IGNORED = re.compile(r"__pycache__|\..*|.*~|.*\.(pyc|swp|swo|tmp|bak)|#.*#")
+
+
+def is_ignored(name: str) -> bool:
+    """Tell whether a file or folder is an editor's or interpreter's by-product."""
+    return _IGNORED.fullmatch(name) is not None
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """Return the files an experiment consists of, or refuse what cannot be copied safely."""
+    found = files_with_problems(folder)
+    problems = [Problem(str(path), problem) for path, problem in found.items() if problem]
+    if problems:
+        raise InvalidExperiment(problems)
+    return list(found)
+
+
+def files_with_problems(folder: Path) -> dict[Path, str | None]:
+    """Return every file of an experiment with the reason for which it cannot be copied, if there is one."""
+    return {path: _unsafe(path, folder) for path in _walk(folder)}
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for part in COPIED:
+        for top, folders, files in os.walk(folder / part):
+            linked = sorted(name for name in folders if (Path(top) / name).is_symlink())
+            folders[:] = sorted(name for name in folders if not is_ignored(name) and name not in linked)
+            yield from (Path(top) / name for name in sorted([*files, *linked]) if not is_ignored(name))
+
+
+def _unsafe(path: Path, folder: Path) -> str | None:
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return "must be a file, but is a link that leads nowhere"
+    if not target.is_relative_to(folder.resolve()):
+        return f"must not link to a place outside the experiment's folder, but leads to {target}"
+    if not stat.S_ISREG(target.stat().st_mode):
+        return "must be a regular file or a link to one inside the experiment's folder"
+    return None

@@ -1,0 +1,29 @@
+"""There is one way to read tensors and arrays, and it is the safe one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LOADER = ROOT / "pipeline/runtime/safe_loading.py"
+READERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pickle", "load"), ("pickle", "loads")}
+
+
+def readers_in(path: Path) -> set[tuple[str, str]]:
+    """Return which functions that read pickles a file mentions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    used = {
+        (node.value.id, node.attr) for node in nodes if isinstance(node, ast.Attribute) and hasattr(node.value, "id")
+    }
+    imported = {
+        (str(node.module), alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    return (used | imported) & READERS
+
+
+def test_only_the_safe_loader_reads_tensors_and_arrays() -> None:
+    """No other file of the package calls a reader that could run code or fill the memory."""
+    assert readers_in(LOADER) == {("torch", "load"), ("np", "load")}
+    others = [*(ROOT / "pipeline").rglob("*.py"), ROOT / "training_pipeline.py"]
+    assert [str(path) for path in others if path != LOADER and readers_in(path)] == []
