@@ -15,7 +15,6 @@ from pipeline.arguments import AUTO, RESET, RESUME, Arguments
 from pipeline.errors import (
     DamagedResults,
     InvalidExperiment,
-    PipelineError,
     Problem,
     StateConflict,
     UnreadableFile,
@@ -23,7 +22,7 @@ from pipeline.errors import (
 )
 from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.counting import count
-from pipeline.experiment.datasets import Fingerprints, changed_datasets, fingerprint_datasets
+from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
@@ -140,7 +139,7 @@ class _Run:
         self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
         changed = {name: content for name, content in contents.items() if content != frozen[name]}
-        fingerprints = self._fingerprints(experiment)
+        fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
         self._store.know_datasets(fingerprints)
         relocate(folder / "pymodules", self._paths.results / "pymodules")
@@ -177,20 +176,9 @@ class _Run:
         contents = self._processes.together(self._frozen_contents)
         experiment = self._assemble(self._paths.results, contents)
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
-        fingerprints = self._fingerprints(experiment)
+        fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(lambda: self._recover(fingerprints))
         return machinery
-
-    def _fingerprints(self, experiment: Experiment) -> Fingerprints:
-        """Look at the datasets on every process; rank zero's are those that count."""
-        found = self._processes.gather(self._processes.together(lambda: fingerprint_datasets(experiment)))
-        for rank, other in enumerate(found):
-            changed = list(changed_datasets(found[0], other))
-            if changed:
-                where = str(experiment.folder / "datasets")
-                what = f"must be the same on every process, but on rank {rank} {'; '.join(changed)}"
-                raise InvalidExperiment([Problem(where, what, "sort what comes from a set or a folder")]).shared()
-        return found[0]
 
     def _check_copy(self) -> None:
         manifest = peek(self._paths)
@@ -219,7 +207,8 @@ class _Run:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
         self._disk.remove(self._paths.stop_file)
         self._store.recover(PersistedParts.is_needed)
-        self._check_datasets(fingerprints)
+        refuse_changed_datasets(self._paths.name, self._store.current.fingerprints, fingerprints)
+        self._store.know_datasets(fingerprints)
         if self._arguments.accept_edited_copy:
             self._store.initialise(digest_folder(self._paths.results), self._store.current.sources)
         edited = differing_files(self._paths.settings, self._store.current.sources)
@@ -227,20 +216,6 @@ class _Run:
             LOGGER.warning(
                 "The settings folder has changed since the start; the frozen copy goes on: %s", ", ".join(edited)
             )
-
-    def _check_datasets(self, fingerprints: Fingerprints) -> None:
-        """Refuse to go on with other data than the experiment began with."""
-        before = self._store.current.fingerprints
-        changed = list(changed_datasets(before, fingerprints)) if before else []
-        if changed:
-            raise PipelineError(
-                f"The data of {self._paths.name!r} must be what it was when the experiment began, but differs:\n  "
-                + "\n  ".join(changed)
-                + "\n  fix: restore the data. If nobody changed it, its order comes from something unordered, such as "
-                f"a set or a folder.\n  To train on: python -m pipeline new VARIANT --from {self._paths.name}, with "
-                "load_weights_from_exp in its modules."
-            )
-        self._store.know_datasets(fingerprints)
 
     def _committed(self) -> tuple[Progress, dict[str, Any], list[Path]]:
         return self._store.current.progress, self._store.current.run_state, self._store.hidden_files()

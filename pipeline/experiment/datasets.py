@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.errors import InvalidExperiment, PipelineError, Problem
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.fingerprint import fingerprint
+from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 
 Fingerprints = dict[str, dict[str, Any]]
@@ -17,6 +19,30 @@ Fingerprints = dict[str, dict[str, Any]]
 def fingerprint_datasets(experiment: Experiment) -> Fingerprints:
     """Return, by dataset, its length, the points of its splits in order, and the content of as many as asked for."""
     return {name: _describe(experiment, name, dataset) for name, dataset in experiment.components.datasets.items()}
+
+
+def fingerprint_everywhere(experiment: Experiment, processes: Processes) -> Fingerprints:
+    """Return what rank zero sees, once all processes see the same."""
+    found = processes.gather(processes.together(lambda: fingerprint_datasets(experiment)))
+    for rank, other in enumerate(found):
+        changed = list(_changed_datasets(found[0], other))
+        if changed:
+            where = str(experiment.folder / "datasets")
+            what = f"must be the same on every process, but on rank {rank} {'; '.join(changed)}"
+            raise InvalidExperiment([Problem(where, what, "sort what comes from a set or a folder")]).shared()
+    return found[0]
+
+
+def refuse_changed_datasets(name: str, before: Fingerprints, now: Fingerprints) -> None:
+    """Refuse to go on with other data than an experiment began with; results of older versions know nothing of it."""
+    changed = list(_changed_datasets(before, now)) if before else []
+    if changed:
+        listed = "\n  ".join(changed)
+        raise PipelineError(
+            f"The data of {name!r} must be what it was when the experiment began, but differs:\n  {listed}\n"
+            "  fix: restore the data. If nobody changed it, its order comes from something unordered, such as a set or "
+            f"a folder.\n  To train on: python -m pipeline new VARIANT --from {name}, and load_weights_from_exp in it."
+        )
 
 
 def _describe(experiment: Experiment, name: str, dataset: Any) -> dict[str, Any]:
@@ -41,7 +67,7 @@ def _content(experiment: Experiment, name: str, dataset: Any, indices: np.ndarra
     return found
 
 
-def changed_datasets(before: Fingerprints, now: Fingerprints) -> Iterator[str]:
+def _changed_datasets(before: Fingerprints, now: Fingerprints) -> Iterator[str]:
     """Yield what differs, one sentence each."""
     for name in sorted({*before, *now}):
         if name not in before or name not in now:
