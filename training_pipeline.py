@@ -8,12 +8,15 @@ import os
 import sys
 from typing import NoReturn
 
-from pipeline.arguments import is_rank_zero, parse_arguments
+from pipeline.arguments import has_launcher, is_rank_zero, parse_arguments
+from pipeline.runtime.signals import end_with_launcher
 
 
 def main(words: list[str] | None = None) -> int:
     """Run an experiment and return an exit code that tells the truth."""
     arguments = parse_arguments(words)
+    if has_launcher():
+        end_with_launcher()
     # Only a valid command line is worth the seconds that importing torch takes.
     from pipeline.failures import conclude_failure
     from pipeline.paths import ExperimentPaths, data_home
