@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pipeline.arguments import parse_arguments
+from pipeline.arguments import has_launcher, parse_arguments
+from pipeline.runtime.signals import end_with_launcher
 
 
 def main(words: list[str] | None = None) -> int:
     """Run an experiment and return an exit code that tells the truth."""
     arguments = parse_arguments(words)
+    if has_launcher():
+        end_with_launcher()
     # Only a valid command line is worth the seconds that importing torch takes.
     from pipeline.entry import attempt
 

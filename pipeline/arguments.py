@@ -71,6 +71,11 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def has_launcher() -> bool:
+    """Tell whether torchrun has started this process and looks after it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def command_line(experiment: str, home: Path, *words: str) -> str:
     """Return the line that runs an experiment the way this process was run."""
     nproc = os.environ.get("LOCAL_WORLD_SIZE")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipeline.arguments import has_launcher
 from pipeline.errors import PipelineError, UsageError
 from pipeline.paths import number_variable
 
@@ -50,7 +51,7 @@ class Processes:
 
     @property
     def has_launcher(self) -> bool:
-        return "TORCHELASTIC_RUN_ID" in os.environ
+        return has_launcher()
 
     @property
     def was_restarted(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,19 @@ from pipeline.runtime.regular_files import read_regular
 
 SECONDS_BETWEEN_LOOKS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Asked before anything else is imported: a launcher that dies meanwhile must be missed later.
+_LAUNCHER = os.getppid()
+
+
+def end_with_launcher() -> None:
+    """Turn the death of the launcher into a SIGTERM: it ends this process at once, unless stop requests are heard."""
+
+    def watch() -> None:
+        while os.getppid() == _LAUNCHER:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 class StopRequests:
@@ -24,7 +38,7 @@ class StopRequests:
     def __init__(self, stop_file: Path | None, *, has_launcher: bool) -> None:
         self.reason = ""
         self._stop_file = stop_file
-        self._launcher = os.getppid() if has_launcher else None
+        self._has_launcher = has_launcher
         self._looked = time.monotonic()
 
     def listen(self) -> None:
@@ -36,7 +50,10 @@ class StopRequests:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT":
             raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+        self.reason = self._orphaned() or signal.Signals(number).name
+
+    def _orphaned(self) -> str:
+        return "the launcher is gone" if self._has_launcher and os.getppid() != _LAUNCHER else ""
 
     def asked(self, *, epoch_ends: bool = False) -> bool:
         """Tell whether to stop; looks at the disk at most once a second."""
@@ -47,10 +64,8 @@ class StopRequests:
         return bool(self.reason)
 
     def _look(self, epoch_ends: bool) -> str:
-        if self._launcher is not None and os.getppid() != self._launcher:
-            return "the launcher is gone"
-        if self._stop_file is None:
-            return ""
+        if self._orphaned() or self._stop_file is None:
+            return self._orphaned()
         try:
             wanted = read_regular(self._stop_file).strip()
         except OSError:

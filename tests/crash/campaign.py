@@ -2,98 +2,156 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipeline.results.comparison import first_difference
-from tests.support.experiments import FILES, write_experiment
-from tests.support.running import BackgroundRun, run_process
-
-RESULTS = Path("experiment_results/tiny")
-_SLOW_STEP = FILES["pymodules/module_transforms/a.py"].replace(
-    "outputs = modules", "time.sleep(0.02 if modules['trunk'].training else 0)\n                outputs = modules"
+from tests.crash.experiment import (
+    EVERY_STEPS,
+    RESULTS,
+    committed,
+    is_finished,
+    is_writing,
+    left_over,
+    prepare,
+    record_faults,
+    redone_steps,
 )
-EXPERIMENT: dict[str, str | None] = {
-    "pymodules/module_transforms/a.py": _SLOW_STEP.replace(
-        "from pipeline.components", "import time\n\n        from pipeline.components", 1
-    ),
-    "pymodules/dataloaders/a.py": """
-        train_dataloader_args = {"batch_size": 4, "num_workers": 1, "prefetch_factor": 2}
-        eval_dataloader_args = {"batch_size": 4, "num_workers": 0}
-    """,
-    "pymodules/early_stopper.py": """
-        from pipeline.components import WeightedLossEarlyStopper
-
-        early_stopper = WeightedLossEarlyStopper(max_epochs=5)
-    """,
-}
+from tests.support.running import BackgroundRun, run_process
 
 
 @dataclass(frozen=True)
 class Life:
-    """One killed process group: where it was aimed at and where it had come to."""
+    """One life of a run: what ended it, and where it had come to."""
 
     aim: str
-    progress: dict[str, Any]
+    was_killed: bool
+    was_writing: bool
+    state: dict[str, Any]
+    processes_left: int
 
 
-def prepare(home: Path, **training: Any) -> None:
-    """Write the experiment of the campaigns: all of the tiny one's traps, a loader worker and slower steps."""
-    write_experiment(home, files=EXPERIMENT, training={"seed": 5, "checkpoint_every_steps": 1, **training})
+@dataclass
+class Table:
+    """What a campaign has shown."""
+
+    processes: int
+    seed: int
+    checkpoint_every_steps: int = EVERY_STEPS
+    kills: int = 0
+    kills_inside_a_write: int = 0
+    resumed: int = 0
+    rounds: int = 0
+    finals_bit_identical: int = 0
+    records_duplicated: int = 0
+    records_missing: int = 0
+    most_steps_redone: int = 0
+    processes_left: int = 0
+    temporary_files_left: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_passed(self) -> bool:
+        is_complete = self.resumed == self.kills and self.finals_bit_identical == self.rounds > 0
+        is_tidy = not (self.processes_left or self.temporary_files_left)
+        # A kill costs the steps since the last complete commit: an interval, and another while the next is written.
+        is_cheap = self.most_steps_redone <= 2 * self.checkpoint_every_steps
+        is_recorded = not (self.records_duplicated or self.records_missing)
+        return is_complete and is_tidy and is_cheap and is_recorded and not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.is_passed}
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {name.replace('_', ' '):24} {value}" for name, value in self.as_json().items())
 
 
-def survive_kills(home: Path, nproc: int, num_kills: int, seed: int) -> Iterator[Life]:
-    """Kill a run ``num_kills`` times at instants drawn from ``seed``, resuming each time, and let it finish."""
-    draw = random.Random(seed)
-    for number in range(num_kills):
-        aim = "write" if number % 2 else "random"
-        with BackgroundRun(home, "--auto", nproc=nproc) as run:
-            before = _progress(home)
-            run.wait_for(lambda before=before: _progress(home) != before or _is_finished(home))
-            _wait_for_instant(home, run, aim, draw)
-            run.kill()
-        yield Life(aim, _progress(home))
-    done = run_process(home, "--auto", nproc=nproc)
-    assert done.returncode == 0, done.stderr
+def live(home: Path, nproc: int, aim: str, draw: random.Random) -> Life:
+    """Start or continue a run and kill it once it has committed; one that ends by itself before is not killed."""
+    with BackgroundRun(home, "--auto", nproc=nproc) as run:
+        before = committed(home)
+        run.wait_for(lambda: committed(home) != before or run.process.poll() is not None)
+        _wait_for_instant(home, run, aim, draw)
+        was_killed = run.process.poll() is None
+        run.strike()
+        was_writing, left = is_writing(home), len(run.left_alive())
+        if not was_killed and run.process.returncode != 0:
+            raise AssertionError(f"a run ended by itself with {run.process.returncode}:\n{run.text()}")
+    return Life(aim, was_killed, was_killed and was_writing, committed(home), left)
 
 
 def _wait_for_instant(home: Path, run: BackgroundRun, aim: str, draw: random.Random) -> None:
     if aim == "random":
-        time.sleep(draw.uniform(0, 0.6))
+        time.sleep(draw.uniform(0, 0.4))
         return
-    for _ in range(draw.randint(1, 4)):
-        run.wait_for(lambda: _is_writing(home) or _is_finished(home))
-        time.sleep(draw.uniform(0, 0.01))
+    for _ in range(draw.randint(1, 3)):
+        for is_wanted in (False, True):
+            run.wait_for(
+                lambda is_wanted=is_wanted: is_writing(home) == is_wanted or run.process.poll() is not None, every=0.001
+            )
+    time.sleep(draw.uniform(0, 0.03))
 
 
-def _is_writing(home: Path) -> bool:
-    return any((home / RESULTS / "temp_data").glob("claim_*/generation_*"))
+def survive_kills(home: Path, nproc: int, num_kills: int, seed: int) -> Iterator[Life]:
+    """Kill a run up to ``num_kills`` times, by turns anywhere and inside a write, and let it finish."""
+    draw = random.Random(seed)
+    for number in range(num_kills):
+        if not is_finished(home):
+            yield live(home, nproc, "write" if number % 2 else "random", draw)
+    done = run_process(home, "--auto", nproc=nproc)
+    assert done.returncode == 0, done.stderr
 
 
-def _progress(home: Path) -> dict[str, Any]:
-    try:
-        progress: dict[str, Any] = json.loads((home / RESULTS / "state.json").read_text())["progress"]
-    except FileNotFoundError:
-        return {}
-    return progress
+class Campaign:
+    """Rounds of one experiment, each with a seed of its own, until enough kills were survived.
 
+    ``undisturbed`` has homes of runs that were never killed, by their seed; those that are missing are run.
+    """
 
-def _is_finished(home: Path) -> bool:
-    return _progress(home).get("stage") == "finished"
+    def __init__(self, folder: Path, nproc: int, seed: int, undisturbed: Mapping[int, Path] | None = None) -> None:
+        self._folder, self._nproc, self._seed = folder, nproc, seed
+        self._undisturbed = undisturbed or {}
+        self.table = Table(nproc, seed)
 
+    def run(self, num_kills: int) -> Iterator[Life]:
+        """Yield every life that was ended by a kill; the table is complete when this is exhausted."""
+        while self.table.kills < num_kills:
+            self.table.rounds += 1
+            home = self._folder / f"round_{self.table.rounds}"
+            seed = self._seed + self.table.rounds - 1
+            prepare(home, seed=seed)
+            for life in survive_kills(home, self._nproc, num_kills - self.table.kills, seed):
+                # It has committed, so all kills before it were resumed from.
+                self.table.resumed = self.table.kills
+                self._count(life)
+                if life.was_killed:
+                    yield life
+            self.table.resumed = self.table.kills
+            self._conclude(self._undisturbed.get(seed) or self._run_undisturbed(seed), home)
 
-def check_same(reference: Path, home: Path) -> None:
-    """Every tensor, record and component file has the same bits, every step is there once, nothing is left over."""
-    left, right = reference / RESULTS, home / RESULTS
-    assert first_difference(left / "data", right / "data") is None
-    assert not list((right / "temp_data").iterdir())
-    for path in (right / "data/loss_reg_data/train").rglob("step_data_*.npz"):
-        with np.load(path) as arrays:
-            assert arrays["steps"].tolist() == list(range(1, 6))
+    def _count(self, life: Life) -> None:
+        self.table.kills += life.was_killed
+        self.table.kills_inside_a_write += life.was_writing
+        self.table.processes_left += life.processes_left
+
+    def _conclude(self, reference: Path, home: Path) -> None:
+        difference = first_difference(reference / RESULTS / "data", home / RESULTS / "data")
+        duplicated, missing = record_faults(home)
+        left = left_over(reference, home)
+        self.table.finals_bit_identical += difference is None
+        self.table.records_duplicated += duplicated
+        self.table.records_missing += missing
+        self.table.temporary_files_left += len(left)
+        self.table.most_steps_redone = max([self.table.most_steps_redone, *redone_steps(home)])
+        self.table.problems += [f"{home.name}: {what}" for what in (difference, *map(str, left)) if what]
+
+    def _run_undisturbed(self, seed: int) -> Path:
+        home = self._folder / f"undisturbed_{seed}"
+        prepare(home, seed=seed)
+        done = run_process(home, nproc=self._nproc)
+        assert done.returncode == 0, done.stderr
+        return home

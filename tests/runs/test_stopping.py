@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.crash.campaign import check_same, prepare
+from tests.crash.experiment import check_same, prepare
 from tests.support.running import BackgroundRun, run_inside, run_process, send
 
 RESULTS = Path("experiment_results/tiny")
@@ -48,18 +47,6 @@ def test_signal_commits_and_exits_zero(homes: tuple[Path, Path], number: int) ->
     check_same(reference, stopped)
 
 
-def test_signal_to_one_rank_stops_all_at_the_same_step(homes: tuple[Path, Path]) -> None:
-    """SIGTERM to the second of two processes: both commit the same step, exit 0, and torchrun returns 0."""
-    reference, stopped = homes
-    assert run_process(reference, nproc=2).returncode == 0
-    with BackgroundRun(stopped, nproc=2) as run:
-        run.wait_for(lambda: step_of(stopped)[0] >= 1)
-        send(run.worker_pids()[1], signal.SIGTERM)
-        assert run.wait() == 0, run.text()
-    assert run_process(stopped, "--resume", nproc=2).returncode == 0
-    check_same(reference, stopped)
-
-
 @pytest.mark.parametrize("wanted", ["step", "epoch"])
 @pytest.mark.slow
 def test_stop_request_file_stops_cleanly(homes: tuple[Path, Path], wanted: str) -> None:
@@ -90,21 +77,3 @@ def test_second_interrupt_means_now(homes: tuple[Path, Path]) -> None:
         code = run.wait()
     assert code in (0, 1)
     assert run_process(stopped, "--resume").returncode == 0
-
-
-def test_orphaned_workers_end_by_themselves(homes: tuple[Path, Path]) -> None:
-    """When torchrun is killed, its processes notice, commit and leave: no orphan stays."""
-    _, stopped = homes
-    with BackgroundRun(stopped, nproc=2) as run:
-        run.wait_for(lambda: step_of(stopped)[0] >= 1)
-        send(run.process.pid, signal.SIGKILL)
-        run.process.wait(30)
-        _wait_until_gone(run)
-    assert json.loads((stopped / RESULTS / "state.json").read_text())["progress"]["epoch"] >= 1
-
-
-def _wait_until_gone(run: BackgroundRun) -> None:
-    limit = time.monotonic() + 30
-    while run.pids():
-        assert time.monotonic() < limit, run.text()
-        time.sleep(0.1)

@@ -9,10 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.results.comparison import read_any
-from tests.crash.campaign import prepare, survive_kills
-
-STEPS = 5
-EPOCHS = 5
+from tests.crash.campaign import survive_kills
+from tests.crash.experiment import NUM_EPOCHS as EPOCHS
+from tests.crash.experiment import NUM_STEPS as STEPS
+from tests.crash.experiment import prepare
 
 
 @pytest.mark.slow

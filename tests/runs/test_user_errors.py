@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.results.comparison import first_difference
-from tests.crash.campaign import EXPERIMENT
+from tests.crash.experiment import EXPERIMENT
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import BackgroundRun, run_inside, run_process, send
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.arguments import parse_arguments
@@ -25,9 +25,11 @@ def run_inside(home: Path, *words: str, name: str = "tiny", disk: Disk | None = 
     return run(parse_arguments([name, "--data-home", str(home), *words]), Processes(), disk)
 
 
-def command(home: Path, *words: str, name: str = "tiny", nproc: int | None = None) -> list[str]:
-    """Return the command line of a run, under torchrun if a number of processes is given."""
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}"] if nproc else []
+def command(
+    home: Path, *words: str, name: str = "tiny", nproc: int | None = None, launcher: Sequence[str] = ()
+) -> list[str]:
+    """Return the command line of a run, under torchrun with the options ``launcher`` if ``nproc`` is given."""
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *launcher] if nproc else []
     return [sys.executable, *torchrun, str(ENTRY), name, "--data-home", str(home), *words]
 
 
@@ -54,12 +56,13 @@ class BackgroundRun:
         name: str = "tiny",
         nproc: int | None = None,
         env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
         self.output = home / f"output_{time.monotonic_ns()}.txt"
         self._mark = f"{time.monotonic_ns()}_{os.getpid()}"
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                command(home, *words, name=name, nproc=nproc),
+                command(home, *words, name=name, nproc=nproc, launcher=launcher),
                 env=environment({"TEST_RUN_MARK": self._mark, **(env or {})}),
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -87,14 +90,33 @@ class BackgroundRun:
             return False
 
     def worker_pids(self) -> list[int]:
-        """Return the training processes in the order in which they were started."""
-        return [pid for pid in self.pids() if pid != self.process.pid and _parent(pid) == self.process.pid]
+        """Return the training processes in the order of their ranks."""
+        return sorted((pid for pid in self.pids() if _parent(pid) == self.process.pid), key=_rank)
+
+    def loader_pids(self, rank: int) -> list[int]:
+        """Return the loader workers of one training process."""
+        owner = self.worker_pids()[rank]
+        return [pid for pid in self.pids() if _parent(pid) == owner]
 
     def kill(self) -> None:
         """Kill everything at once, as a power cut would."""
+        self.strike()
         for pid in self.pids():
             send(pid, signal.SIGKILL)
+
+    def strike(self) -> None:
+        """Kill torchrun and all below it within a millisecond or two; what has no parent any more is not found."""
+        if self.process.poll() is None:
+            for pid in _family(self.process.pid):
+                send(pid, signal.SIGKILL)
         self.process.wait(SECONDS)
+
+    def left_alive(self, seconds: float = 15) -> list[int]:
+        """Give the processes of an ended run some seconds to follow it and return those that have not."""
+        limit = time.monotonic() + seconds
+        while (pids := self.pids()) and time.monotonic() < limit:
+            time.sleep(0.05)
+        return pids
 
     def wait(self) -> int:
         return self.process.wait(SECONDS)
@@ -102,13 +124,13 @@ class BackgroundRun:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60, every: float = 0.01) -> None:
         """Wait until a condition holds; a run that ends first is an error unless it holds then."""
         limit = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > limit or (self.process.poll() is not None and not condition()):
                 raise AssertionError(f"the condition never held; output:\n{self.text()}")
-            time.sleep(0.01)
+            time.sleep(every)
 
 
 def send(pid: int, number: int) -> None:
@@ -123,6 +145,26 @@ def _parent(pid: int) -> int:
         return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return -1
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all its descendants."""
+    try:
+        children = [
+            one for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
+        ]
+    except OSError:
+        children = []
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _rank(pid: int) -> int:
+    """Return the rank torchrun gave to a process; one that is just being started has none yet."""
+    try:
+        variables = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return -1
+    return next((int(one.removeprefix(b"RANK=")) for one in variables if one.startswith(b"RANK=")), -1)
 
 
 def _is_zombie(entry: Path) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -137,3 +139,18 @@ def test_time_limit_ends_with_its_block() -> None:
         pass
     time.sleep(0.1)
     assert signal.getsignal(signal.SIGALRM) == before
+
+
+def test_process_does_not_outlive_its_launcher() -> None:
+    """Even before it listens for stop requests, a process whose launcher dies is gone within seconds."""
+    child = "import time; from pipeline.runtime.signals import end_with_launcher; end_with_launcher(); time.sleep(60)"
+    launcher = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)"
+    # The pipe stays open for as long as anyone is alive who has inherited it.
+    waiting = subprocess.Popen([sys.executable, "-c", f"{launcher}; sys.stdin.read()"], stdin=-1, stdout=-1, text=True)
+    assert waiting.stdout is not None
+    waiting.stdout.readline()
+    time.sleep(0.5)
+    waiting.kill()
+    started = time.monotonic()
+    waiting.communicate(timeout=30)
+    assert time.monotonic() - started < 20
