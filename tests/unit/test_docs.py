@@ -223,6 +223,19 @@ def test_exit_codes_of_status_are_documented() -> None:
     assert {state: code for state, code in found.items() if state} == status.EXIT_CODES
 
 
+def test_every_fault_names_tests_that_exist() -> None:
+    """Each row of the table of faults names at least one test, and every test that is named is there."""
+    lines = section(DOCS / "reliability.md", "Faults").body.splitlines()
+    rows = [line.strip("|").split(" | ") for line in lines if re.match(r"\| \d", line)]
+    assert [int(row[0]) for row in rows] == list(range(1, 48))
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row[3])
+        assert named, f"row {row[0]} names no test"
+        for file, test in named:
+            text = (ROOT / "tests" / file).read_text()
+            assert f"def {test or 'test_'}" in text, f"{file}::{test} does not exist"
+
+
 def test_environment_variables_are_those_of_the_code() -> None:
     """Every variable of ours that the code reads is documented, and no other."""
     code = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
