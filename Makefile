@@ -2,6 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # One thread per process: the examples and tests are tiny, and bits depend on the number of threads.
 export OMP_NUM_THREADS ?= 1
+# Tests wait for disks and processes more than for the CPU, so that two at a time take little more than one.
+WORKERS ?= -n 2 --dist worksteal
 
 .PHONY: demo test test-all check bench clean
 
@@ -15,10 +17,10 @@ demo: .venv/installed
 	$(BIN)/torchrun --nproc-per-node=2 training_pipeline.py digits --data-home demo --reset
 
 test: .venv/installed
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest $(WORKERS) --durations=15
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest -m slow --durations=10
+	$(BIN)/python -m pytest $(WORKERS) -m slow --durations=20
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -72,7 +72,8 @@ class Disk:
     def _room(self, error: OSError, path: Path) -> str:
         if error.errno not in _NO_SPACE:
             return ""
-        return f" ({shown_bytes(self.num_needed_bytes)} needed, {shown_bytes(self.free_bytes(path))} free)"
+        needed = f"{shown_bytes(self.num_needed_bytes)} needed, " if self.num_needed_bytes else ""
+        return f" ({needed}{shown_bytes(self.free_bytes(path))} free)"
 
     def free_bytes(self, path: Path) -> int:
         """Return how much may still be written where ``path`` is or will be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -124,7 +125,7 @@ def test_refused_operation_stops_with_last_commit_intact(tmp_path: Path, code: i
         told = refusal(life, paths, disk)
         assert not told or "The last commit is intact" in told
         assert str(disk.operations[fail_at - 1][1]) in told or life.promised == NUM_COMMITS
-        assert code not in (errno.ENOSPC, errno.EDQUOT) or not told or " needed, " in told
+        assert code not in (errno.ENOSPC, errno.EDQUOT) or not told or " free)" in told
         survive(paths, life.promised)
         shutil.rmtree(paths.home)
     print(f"{total} operations refused with {errno.errorcode[code]}{' for ever' if for_ever else ''}, all survived")
@@ -188,9 +189,9 @@ def test_second_kill_during_recovery_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_second_kill_at_every_operation_loses_nothing(tmp_path: Path) -> None:
-    """The same for a first kill at every single operation."""
-    print(f"{double_faults(tmp_path, stride=1)} double faults survived")
+def test_second_kill_at_every_operation_of_many_recoveries_loses_nothing(tmp_path: Path) -> None:
+    """The same for many more first kills; DOUBLE_FAULT_STRIDE=1 takes every single one."""
+    print(f"{double_faults(tmp_path, stride=int(os.environ.get('DOUBLE_FAULT_STRIDE', '7')))} double faults survived")
 
 
 def test_failed_sync_is_not_tried_again(tmp_path: Path) -> None:
