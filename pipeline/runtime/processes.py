@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from pipeline.arguments import has_launcher
 from pipeline.errors import PipelineError, UsageError
@@ -41,9 +43,12 @@ class Processes:
         except PipelineError as error:
             # Every rank finds the same before it can talk to the others.
             raise error.shared() from None
+        rank = int(os.environ.get("RANK", "0"))
         if world_size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        return cls(int(os.environ.get("RANK", "0")), world_size, device)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            store = _meeting_place(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return cls(rank, world_size, device)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -56,7 +61,7 @@ class Processes:
     @property
     def was_restarted(self) -> bool:
         """Tell whether torchrun has started the processes again after a failure."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return _num_restarts() > 0
 
     @property
     def backend(self) -> str:
@@ -110,6 +115,23 @@ class Processes:
         if refusals:
             raise refusals[0].shared()
         return answer  # type: ignore[return-value]
+
+
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _meeting_place(timeout: timedelta) -> Store:
+    """Return the store in which the processes find each other, without what dead ones have left in it.
+
+    After a failure, a torchrun that is alone keeps its store, and with it the addresses of the processes before:
+    whoever reads one of those waits for nobody. Where several torchruns work together they find a new store each
+    time, and may not agree on the number of restarts.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return PrefixStore(f"restart_{_num_restarts() if is_alone else 0}", store)
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError | None]:

@@ -60,7 +60,8 @@ class Victim:
         self, phase: str, rank: int = 0, launcher: Sequence[str] = (), env: dict[str, str] | None = None
     ) -> Iterator[BackgroundRun]:
         """Start or continue the run and hold a rank where it enters a phase; commits are made by rank 0 alone."""
-        holder, number = 0 if phase == "commit" else rank, 3 if phase == "training" else 1
+        # Not at the first of them: a start that has committed nothing yet has nothing to continue from.
+        holder, number = 0 if phase == "commit" else rank, 3 if phase in ("training", "commit") else 1
         with self.started(launcher, env, f"{phase}:{holder}:{number}") as run:
             run.wait_for((self.home / "reached").exists)
             assert is_writing(self.home) or phase != "commit"
@@ -126,10 +127,11 @@ def freeze_rank(victim: Victim, phase: str, rank: int, seconds: float = 6) -> No
         victim.check_failed(run)
 
 
-def kill_loader_worker(victim: Victim, rank: int) -> None:
+def kill_loader_worker(victim: Victim) -> None:
     """A loader worker taken by the kernel, as when memory is short, ends all with a message that names it."""
-    with victim.caught("training", rank) as run:
-        send(run.loader_pids(rank)[0], signal.SIGKILL)
+    with victim.caught("training") as run:
+        # Only rank 0 is sure to have batches of the dataset that is loaded by a worker.
+        send(run.loader_pids(rank=0)[0], signal.SIGKILL)
         victim.open_gate()
         victim.check_failed(run)
         assert "DataLoader worker" in run.text()
@@ -208,7 +210,7 @@ def rank_scenarios(nproc: int) -> list[Scenario]:
         *(partial(kill_rank, phase=phase, rank=rank) for phase in PHASES for rank in dict.fromkeys((0, last))),
         partial(freeze_rank, phase="training", rank=last),
         partial(freeze_rank, phase="commit", rank=0),
-        partial(kill_loader_worker, rank=last),
+        kill_loader_worker,
         *(partial(kill_launcher, phase=phase) for phase in PHASES),
         kill_launcher_at_once,
     ]

@@ -81,7 +81,7 @@ def test_rank_that_stands_still_for_ever_ends_all(victim: Victim, undisturbed: U
 @pytest.mark.slow
 def test_killed_loader_worker_ends_all_with_its_name(victim: Victim, undisturbed: Undisturbed) -> None:
     """The one rank whose loader worker was killed takes the others along; afterwards all goes on."""
-    kill_loader_worker(victim, rank=1)
+    kill_loader_worker(victim)
     check_end(victim, undisturbed)
 
 
