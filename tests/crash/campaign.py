@@ -71,10 +71,10 @@ class Table:
 
 
 def live(home: Path, nproc: int, aim: str, draw: random.Random) -> Life:
-    """Start or continue a run and kill it once it has committed; one that ends by itself before is not killed."""
+    """Start or continue a run and kill it some commits later; one that ends by itself before is not killed."""
     with BackgroundRun(home, "--auto", nproc=nproc) as run:
-        before = committed(home)
-        run.wait_for(lambda: committed(home) != before or run.process.poll() is not None)
+        wanted = committed(home).get("generation", 0) + draw.randint(1, 4)
+        run.wait_for(lambda: committed(home).get("generation", 0) >= wanted or run.process.poll() is not None)
         _wait_for_instant(home, run, aim, draw)
         was_killed = run.process.poll() is None
         run.strike()

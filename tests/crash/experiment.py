@@ -186,8 +186,10 @@ def left_over(reference: Path, home: Path) -> list[Path]:
 
 def check_same(reference: Path, home: Path) -> None:
     """Every tensor, record and component file has the same bits, every step is there once, nothing is left over."""
-    assert first_difference(reference / RESULTS / "data", home / RESULTS / "data") is None
-    assert record_faults(home) == (0, 0)
-    assert left_over(reference, home) == []
+    difference = first_difference(reference / RESULTS / "data", home / RESULTS / "data")
+    assert difference is None, difference
+    assert record_faults(home) == (0, 0), f"(duplicated, missing) records: {record_faults(home)}"
+    assert left_over(reference, home) == [], left_over(reference, home)
     inspection = inspect(ExperimentPaths(home, "tiny"), PersistedParts.is_needed)
     assert inspection.is_clean, inspection
+    assert all(0 <= count <= 2 * EVERY_STEPS for count in redone_steps(home)), redone_steps(home)

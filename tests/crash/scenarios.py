@@ -84,12 +84,12 @@ class Victim:
         started = time.monotonic()
         assert run.wait() != 0
         assert time.monotonic() - started < SECONDS_TO_END, run.text()
-        assert run.left_alive() == []
+        assert run.left_alive() == [], run.text()
 
     def check_stopped(self, run: BackgroundRun, code: int) -> None:
         """All ranks stop cleanly at the same step, which is committed, and leave nobody behind."""
         assert run.wait() == code, run.text()
-        assert run.left_alive() == []
+        assert run.left_alive() == [], run.text()
         assert self.log.count(" stopped at ") == 1, run.text()
         assert last_committed_step(self.home) == last_logged_step(self.home)
         taken = {path.name: path.read_text().count("step") for path in self.home.glob("witness_*")}
@@ -114,7 +114,7 @@ def pause_rank(victim: Victim, phase: str, rank: int, seconds: float) -> None:
         assert run.process.poll() is None
         send(pid, signal.SIGCONT)
         assert run.wait() == 0, run.text()
-        assert run.left_alive() == []
+        assert run.left_alive() == [], run.text()
     assert victim.log.count("state:") == 1
 
 
@@ -168,7 +168,7 @@ def restart(victim: Victim, phase: str, rank: int) -> None:
         send(run.worker_pids()[rank], signal.SIGKILL)
         victim.open_gate()
         assert run.wait() == 0, run.text()
-        assert run.left_alive() == []
+        assert run.left_alive() == [], run.text()
     assert victim.log.count("state: continues at") >= 1
 
 
@@ -197,7 +197,7 @@ def terminate_too_fast(victim: Victim, grace: float) -> None:
         victim.open_gate()
         time.sleep(grace)
         run.strike()
-        assert run.left_alive() == []
+        assert run.left_alive() == [], run.text()
 
 
 Scenario = Callable[[Victim], None]
