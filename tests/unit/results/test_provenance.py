@@ -102,4 +102,4 @@ def test_starts_that_cannot_be_read_are_not_overwritten(paths: ExperimentPaths) 
     """What cannot be read is told, because the next start would replace it."""
     paths.starts_file.mkdir()
     with pytest.raises(PipelineError, match=r"starts\.jsonl cannot be read: Is a directory"):
-        record_start(paths, {"pid": 1}, Disk())
+        record_start(paths, {"pid": 1}, Disk(), paths.temp_data)
