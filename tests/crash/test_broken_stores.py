@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.results.manifest import MANIFEST_FILE, Manifest, sealed_json
 from pipeline.results.store import ResultsStore
 from pipeline.runtime.durable import Changes, bytes_writer
-from tests.crash.test_store import cut_everywhere, kill_everywhere
+from tests.crash.test_store import POWER_CUTS, cut_everywhere, kill_everywhere
 from tests.support.faults import PowerCutDisk
 
 Result = TypeVar("Result")
@@ -99,7 +99,7 @@ def test_flawed_store_is_caught_by_kills(tmp_path: Path, flaw: type[ResultsStore
 def test_missing_sync_is_caught_by_power_cuts(tmp_path: Path, flaw: type[PowerCutDisk]) -> None:
     """A disk that does not sync content, or does not sync names, is found out."""
     with pytest.raises((AssertionError, PipelineError)):
-        cut_everywhere(tmp_path, disk_class=flaw)
+        cut_everywhere(tmp_path, POWER_CUTS, disk_class=flaw)
 
 
 def test_store_that_does_not_sync_its_folders_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_store_that_does_not_sync_its_folders_is_caught(tmp_path: Path, monkeypa
         _complete = renamed_without_sync
 
     with pytest.raises((AssertionError, PipelineError)):
-        cut_everywhere(tmp_path, Careless)
+        cut_everywhere(tmp_path, POWER_CUTS, Careless)
