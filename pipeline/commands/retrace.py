@@ -44,7 +44,7 @@ class Recorder(Witness):
         self._looked_at = {self._place(step) for step in plan["look_at"]}
         self._detailed = self._place(plan["detail"])
         self._folder = Path(plan["folder"])
-        self._is_first = True
+        self._is_first = self._is_seen = True
         self._at: Step = (0, 0)
         self._kept: dict[str, Any] = {}
 
@@ -57,7 +57,9 @@ class Recorder(Witness):
 
     def step_begins(self, epoch: int, step: int) -> None:
         self._at = (epoch, step)
-        if self._is_first or self._at in self._looked_at:
+        # Where one step alone is wanted, the way to it should take no longer than it must.
+        self._is_seen = self._detailed is None or self._at == self._detailed
+        if self._is_seen and (self._is_first or self._at in self._looked_at):
             self._write("components", states=dict(component_states(self._m)))
         self._is_first = False
         if self._at == self._kill_before:
@@ -69,6 +71,8 @@ class Recorder(Witness):
             self._m.stop_requests.reason = "the last step to retrace"
 
     def batch_is_loaded(self, position: int, place: Place, batch: Any) -> None:
+        if not self._is_seen:
+            return
         planned = self._m.runners[0].points(self._at[0]).batch(place)
         facts = {"dataset": place.shape.dataset, "points": list(planned.indices), "rank": self._m.processes.rank}
         self._write("batch", position=position, digest=fingerprint(batch), **facts)
@@ -77,6 +81,8 @@ class Recorder(Witness):
             self._kept[str(position)] = {**facts, "batch": _copied(batch)}
 
     def losses_are_known(self, position: int, losses: dict[str, torch.Tensor]) -> None:
+        if not self._is_seen:
+            return
         means = {name: float(loss.detach().double().mean()) for name, loss in losses.items()}
         digests = {name: fingerprint(loss) for name, loss in losses.items()}
         self._write("losses", position=position, means=means, digests=digests)
@@ -84,6 +90,8 @@ class Recorder(Witness):
             self._kept[str(position)]["losses"] = {name: loss.detach().cpu() for name, loss in losses.items()}
 
     def step_ends(self, verdict: Verdict) -> None:
+        if not self._is_seen:
+            return
         experiment = self._m.experiment
         weighter = experiment.components.loss_weighter
         self._write(
