@@ -78,9 +78,14 @@ class ResultsStore:
         """Act; if that fails because another run has taken over, say so instead of naming a file that is gone."""
         try:
             action()
-        except PipelineError:
+        except (PipelineError, OSError) as error:
             self._claim.check()
-            raise
+            if isinstance(error, PipelineError):
+                raise
+            raise PipelineError(
+                f"A commit could not be completed: {error}. The last commit is intact.\n"
+                "  fix: restore access, then run again with --resume."
+            ) from error
 
     def _kept(self, is_partial: bool) -> list[Manifest]:
         """Return the older commits that stay beside a new one: the latest, and on until two have weights of their own.

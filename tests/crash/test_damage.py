@@ -245,6 +245,30 @@ def test_commit_that_cannot_fit_is_refused_before_it_begins(paths: ExperimentPat
     assert tree(paths.generations) == before
 
 
+def test_results_that_vanish_while_a_commit_is_written_are_told(paths: ExperimentPaths) -> None:
+    """Whatever the commit was about to read or write, the sentence says that the folder has gone."""
+    store = opened(paths)
+    store.recover(is_needed)
+    complete = store.begin(changes(7), Progress(TRAINING, 7), {})
+    paths.results.rename(paths.home / "gone")
+    with pytest.raises(PipelineError, match="has vanished"):
+        complete()
+
+
+def test_saved_files_that_cannot_be_read_are_told(paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An I/O error while the files of a component are digested stops the run with the last commit intact."""
+    store = opened(paths)
+    store.recover(is_needed)
+    complete = store.begin(changes(7), Progress(TRAINING, 7), {})
+
+    def failing(path: Path) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("pipeline.runtime.durable.Digest.of", failing)
+    with pytest.raises(PipelineError, match=r"could not be completed.*The last commit is intact"):
+        complete()
+
+
 def test_pools_share_storage(paths: ExperimentPaths) -> None:
     """A pool is another name for the same bytes, in data/ and in generations/."""
     last, pool = paths.data / "pools/last/m.pt", paths.data / f"pools/epoch_{NUM_COMMITS}/m.pt"
