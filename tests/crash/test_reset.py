@@ -49,10 +49,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def check_all_or_nothing(paths: ExperimentPaths, before: dict[str, bytes]) -> None:
     if paths.results.exists():
         assert contents(paths.results) == before
+    # A file system that keeps only half of a rename leaves nothing that could tell of the logs.
+    knows_of_logs = paths.results.exists() or paths.trash.exists()
     reset(paths, CountingDisk())
     assert not paths.results.exists()
     assert not paths.trash.exists()
-    assert not any(paths.logs.iterdir())
+    assert not (knows_of_logs and any(paths.logs.iterdir()))
 
 
 @pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)])
