@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Iterator
 
 from pipeline.arguments import command_line
-from pipeline.errors import UsageError, nearest
 from pipeline.experiment.persisted import PersistedParts
-from pipeline.paths import ExperimentPaths, data_home, results_names
+from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.inspection import Inspection, inspect
 from pipeline.results.lock import check_free
-from pipeline.results.situation import look
+from pipeline.results.situation import check_results_exist
 from pipeline.runtime.durable import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline fsck digits"
@@ -25,10 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
-    if not look(paths).exists:
-        known = results_names(paths.home)
-        listed = ", ".join(known) or "none"
-        raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+    check_results_exist(paths)
     check_free(paths)
     found = inspect(paths, PersistedParts.is_needed)
     for line in _lines(paths, found):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands.retrace import read_trace, retrace, scratch_home
-from pipeline.errors import PipelineError, UsageError, nearest
+from pipeline.errors import PipelineError, UsageError
 from pipeline.experiment.persisted import PersistedParts
-from pipeline.paths import ExperimentPaths, data_home, results_names
+from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import TRAINING, Progress
 from pipeline.results.comparison import read_any
 from pipeline.results.generations import Generations
@@ -24,7 +24,7 @@ from pipeline.results.inspection import inspect
 from pipeline.results.lock import check_free
 from pipeline.results.manifest import Manifest, State, sealed_json
 from pipeline.results.provenance import read_starts
-from pipeline.results.situation import look
+from pipeline.results.situation import check_results_exist
 from pipeline.results.store import peek
 
 EXAMPLE = "example:\n  python -m pipeline replay digits --epoch 3 --step 17"
@@ -64,10 +64,7 @@ def _origin(manifest: Manifest | None) -> str:
 
 
 def _check(paths: ExperimentPaths, arguments: argparse.Namespace) -> None:
-    if not look(paths).exists:
-        known = results_names(paths.home)
-        listed = ", ".join(known) or "none"
-        raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+    check_results_exist(paths)
     if arguments.epoch < 1 or arguments.step < 1 or (arguments.nproc or 1) < 1:
         raise UsageError("--epoch, --step and --nproc must be at least 1.")
     check_free(paths)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,13 +71,9 @@ def _run(scratch: ExperimentPaths, arguments: argparse.Namespace, words: list[st
         resumed = "A resumed run" if words else "The run"
         line = shlex.join(map(str, done.args))
         raise PipelineError(f"{resumed} failed, so there is nothing to compare:\n{done.stderr.strip()}\n  line: {line}")
-    if plan.get("kill_before") is not None and not _was_killed(done.returncode):
+    # torchrun turns the signal that ended a process into 1.
+    if plan.get("kill_before") is not None and done.returncode != (1 if arguments.nproc > 1 else -signal.SIGKILL):
         raise PipelineError(f"The run ended before it could be killed:\n{done.stderr.strip()}")
-
-
-def _was_killed(code: int) -> bool:
-    """Tell whether rank zero got its SIGKILL: seen directly, or through torchrun, which returns 1."""
-    return code in (-9, 1)
 
 
 def _judge(paths: ExperimentPaths, reference: ExperimentPaths, killed: ExperimentPaths, num_lives: int) -> int:

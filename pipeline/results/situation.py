@@ -61,6 +61,14 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
     )
 
 
+def check_results_exist(paths: ExperimentPaths) -> None:
+    """Refuse an experiment that never committed anything, naming those that did."""
+    if not look(paths).exists:
+        known = results_names(paths.home)
+        listed = ", ".join(known) or "none"
+        raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+
+
 def check_settings_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment nobody wrote, naming those that exist."""
     if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
