@@ -29,7 +29,7 @@ _VERBS = {
 
 def main(words: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
-    words = sys.argv[1:] if words is None else words
+    words, flags = _parted(sys.argv[1:] if words is None else words)
     parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in _VERBS.items():
@@ -43,7 +43,9 @@ def main(words: list[str] | None = None) -> int:
             own.add_argument(
                 "--data-home", metavar="DIR", help=f"default: ${DATA_HOME_VARIABLE}, else the current folder"
             )
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(words, argparse.Namespace(flags=flags, takes_flags=False))
+    if flags and not arguments.takes_flags:
+        parser.error(f"{arguments.verb} takes no flags of a training run behind '--'")
     try:
         return int(_module(arguments.verb).execute(arguments))
     except PipelineError as error:
@@ -53,6 +55,12 @@ def main(words: list[str] | None = None) -> int:
         # Whoever read the output has seen enough; what is still buffered must not be tried again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 130
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the verb, and behind ``--`` the flags of a training run."""
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
 
 
 def _module(verb: str) -> Any:

@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="processes of each (default: one per GPU, else 1)")
     parser.add_argument("--print", action="store_true", help="print the shell lines instead of starting them")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the training run (default: --auto)")
+    parser.add_argument_group("-- FLAGS", "flags of the training run, such as --resume (default: --auto)")
+    parser.set_defaults(takes_flags=True)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    words, flags = _split(arguments.experiments + arguments.flags)
-    arguments.flags = flags or _ALWAYS_RIGHT
-    chains = [[_line(word, arguments) for word in chain] for chain in _chains(words)]
+    arguments.flags = arguments.flags or _ALWAYS_RIGHT
+    chains = [[_line(word, arguments) for word in chain] for chain in _chains(arguments.experiments)]
     everyone = [line for chain in chains for line in chain]
     _check(chains, everyone)
     # Experiments of a chain take turns; only one of them is on the machine at a time.
@@ -49,12 +49,6 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.print:
         print("watch: python -m pipeline status --watch")
     return 0
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Part what argparse cannot: experiments come before the first flag."""
-    first = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
-    return words[:first], words[first:]
 
 
 def _chains(words: list[str]) -> list[list[str]]:

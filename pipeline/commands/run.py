@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="GPUS", help="which GPUs, as nvidia-smi numbers them: 0-3 or 0,2")
     parser.add_argument("--detach", action="store_true", help="start it in the background and return")
     parser.add_argument("--print", action="store_true", help="print the line instead of running it")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the training run, such as --resume")
+    parser.add_argument_group("-- FLAGS", "flags of the training run, such as --resume")
+    parser.set_defaults(takes_flags=True)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -35,6 +35,8 @@ SECONDS_BETWEEN_BEATS = 3.0
 _BEATS_TO_WAIT_FOR = 5
 _OWNER_FILE, _BEAT_FILE = "owner.json", "beat"
 _PREFIX = "claim_"
+# Whoever looks whether a run is alive holds the lock for an instant, which must not be taken for a run.
+_SECONDS_FOR_LOOKERS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -84,7 +86,7 @@ class RunLock:
     def _take_kernel_lock(self) -> bool:
         """Take the kernel's lock; tell whether the file system has one."""
         try:
-            self._lock.acquire(blocking=False)
+            self._lock.acquire(timeout=_SECONDS_FOR_LOOKERS, poll_interval=0.01)
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
         except (NotImplementedError, OSError) as error:
@@ -198,7 +200,7 @@ def is_held(paths: ExperimentPaths) -> bool:
         return False
     lock = _kernel_lock(paths)
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=_SECONDS_FOR_LOOKERS / 5, poll_interval=0.005)
     except Timeout:
         return True
     except (NotImplementedError, OSError) as error:
