@@ -191,7 +191,7 @@ def test_readme_names_exactly_the_make_targets() -> None:
 
 def help_options(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Return the options a help text has just named, those of its examples left aside."""
-    text = re.split(r"^examples?:$", capsys.readouterr().out, flags=re.MULTILINE)[0]
+    text = re.split(r"^(?:examples?|-- FLAGS):$", capsys.readouterr().out, flags=re.MULTILINE)[0]
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
 
