@@ -21,7 +21,7 @@ from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.signals import StopRequests
-from pipeline.stages.batches import BatchRunner
+from pipeline.stages.batches import BatchRunner, create_module_transforms
 from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine, Wishes
 from pipeline.stages.plan import StepPlan
@@ -59,11 +59,7 @@ class Machinery:
 
     def create_module_transforms(self) -> None:
         """Create the module transforms, once the counters have counted or were restored."""
-        components = self.experiment.components
-        counters = {name: entry.counter for name, entry in components.data_counters.items()}
-        key_generators(self.experiment.settings.training.seed, "module transforms")
-        for name, definition in components.module_transforms.items():
-            self.module_transforms[name] = definition.create(dict(counters), self.processes.device, LOGGER)
+        self.module_transforms.update(create_module_transforms(self.experiment, self.processes.device))
 
 
 def build_machinery(
@@ -73,7 +69,9 @@ def build_machinery(
     records = Records(experiment.settings.loss_registers, experiment.learning_rates())
     engine = GradientEngine(experiment, processes)
     transforms: dict[str, Any] = {}
-    train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
+    train, val = (
+        BatchRunner(experiment, processes, split, transforms, trains=split == "train") for split in ("train", "val")
+    )
     training = TrainingStage(experiment, processes, train, engine, records)
     if experiment.settings.training.sync_batchnorm:
         _check_even_steps(training.plan, processes)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pipeline.experiment.assembly import Experiment
+from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.loaders import KeyedDataset, Loader
@@ -19,12 +20,14 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BatchRunner:
-    """Loads the planned batches of one split and runs the module transforms on them."""
+    """Loads the planned batches of one split, to train on it or to evaluate it, and runs the module transforms."""
 
-    def __init__(self, experiment: Experiment, processes: Processes, split: str, transforms: Mapping[str, Any]) -> None:
-        self._experiment, self._processes, self._split = experiment, processes, split
+    def __init__(
+        self, experiment: Experiment, processes: Processes, split: str, transforms: Mapping[str, Any], *, trains: bool
+    ) -> None:
+        self._experiment, self._processes, self._split, self._trains = experiment, processes, split, trains
         components = experiment.components
-        kind = "train" if split == "train" else "eval"
+        kind = "train" if trains else "eval"
         arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
         self.shapes = [
             SplitShape.of(name, experiment.splits[name][split], arguments[name]) for name in components.datasets
@@ -44,7 +47,8 @@ class BatchRunner:
 
     def points(self, epoch: int) -> EpochPoints:
         indices = {name: splits[self._split] for name, splits in self._experiment.splits.items()}
-        return EpochPoints(self._experiment.settings.training.seed, epoch, self._split, indices)
+        seed = self._experiment.settings.training.seed
+        return EpochPoints(seed, epoch, self._split, indices, is_shuffled=self._trains)
 
     def load(self, places: list[Place], points: EpochPoints) -> dict[str, Iterator[Any]]:
         """Return, for each dataset, an iterator over its batches among ``places``."""
@@ -63,9 +67,25 @@ class BatchRunner:
             losses = self._transforms[dataset](batch, self._modules)
         return checked_losses(losses, registers, place.num_items, f"module_transforms/{dataset}.py")
 
+    def predictions(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Let the module transform predict for a batch whose losses are known."""
+        key_generators(*key)
+        with self._autocast():
+            return self._transforms[place.shape.dataset].predict(batch, self._modules)
+
     def _autocast(self) -> Any:
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         return torch.autocast(self._processes.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+def create_module_transforms(experiment: Experiment, device: torch.device) -> dict[str, Any]:
+    """Create the module transforms, once the counters have counted or were restored."""
+    counters = {name: entry.counter for name, entry in experiment.components.data_counters.items()}
+    key_generators(experiment.settings.training.seed, "module transforms")
+    return {
+        name: definition.create(dict(counters), device, LOGGER)
+        for name, definition in experiment.components.module_transforms.items()
+    }
 
 
 def _planned(places: list[Place], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:
