@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from pipeline.arguments import RankZeroParser
 from pipeline.errors import PipelineError
 
 _VERBS = {
@@ -14,6 +15,7 @@ _VERBS = {
     "status": "Show how far experiments have come, without touching them.",
     "fsck": "Verify every digest of an experiment's results and say what to do about damage.",
     "verify-resume": "Prove on an experiment of your own that a killed and resumed run gives the same bits.",
+    "evaluate": "Evaluate a split with committed weights, exactly, alone or under torchrun.",
     "replay": "Rebuild one past step exactly: its items, losses and gradient norms.",
 }
 
@@ -21,7 +23,7 @@ _VERBS = {
 def main(words: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     words = sys.argv[1:] if words is None else words
-    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__, allow_abbrev=False)
+    parser = RankZeroParser(prog="python -m pipeline", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in _VERBS.items():
         own = verbs.add_parser(

@@ -6,11 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from pipeline.errors import UsageError, nearest
 from pipeline.paths import ExperimentPaths, data_home, results_names, settings_names
 from pipeline.progress import Progress
 from pipeline.results.lock import is_held, read_owner
-from pipeline.results.situation import look
+from pipeline.results.situation import look, unknown_experiment
 from pipeline.results.status import read_status
 
 EXAMPLE = "example:\n  python -m pipeline status digits --json"
@@ -30,8 +29,7 @@ def execute(arguments: argparse.Namespace) -> int:
     known = sorted({*settings_names(home), *results_names(home)})
     for name in arguments.experiments:
         if ExperimentPaths(home, name).name not in known:
-            listed = ", ".join(known) or "none"
-            raise UsageError(f"No experiment {name!r}; there are {listed}.{nearest(name, known)}")
+            raise unknown_experiment(name, known)
     found = {name: describe(ExperimentPaths(home, name)) for name in arguments.experiments or known}
     if arguments.json:
         print(json.dumps(found, indent=1))

@@ -187,11 +187,11 @@ class ContractReader:
 
     def _module_transform(self, module: ModuleType) -> ModuleTransformDefinition:
         create = self._get(module, "ModuleTransform")
-        if create is not None and not _takes(create, 3):
+        if create is not None and not takes(create, 3):
             self._broken(
                 module, "ModuleTransform", "must be creatable as ModuleTransform(data_counters, device, logger)"
             )
-        elif inspect.isclass(create) and not _takes(inspect.getattr_static(create, "__call__", list), 3):
+        elif inspect.isclass(create) and not takes(inspect.getattr_static(create, "__call__", list), 3):
             self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
 
@@ -207,7 +207,7 @@ class ContractReader:
 
     def _function(self, module: ModuleType, name: str, argument: str) -> Any:
         function = self._get(module, name)
-        if function is not None and not _takes(function, 1):
+        if function is not None and not takes(function, 1):
             self._broken(module, name, f"must be a function {name}({argument}), but is {function!r}")
         return function
 
@@ -235,7 +235,7 @@ class ContractReader:
             function = getattr(value, method, None)
             if not callable(function):
                 self._broken(module, name, f"must have a method {method}, but {type(value).__name__} has none")
-            elif not _takes(function, count):
+            elif not takes(function, count):
                 self._broken(module, name, f"{method}{inspect.signature(function)} must take {count} arguments")
 
     def _get(self, module: ModuleType, name: str) -> Any:
@@ -251,7 +251,8 @@ class ContractReader:
         return None
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Tell whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:

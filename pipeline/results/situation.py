@@ -64,9 +64,12 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
 def check_results_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment that never committed anything, naming those that did."""
     if not look(paths).exists:
-        known = results_names(paths.home)
-        listed = ", ".join(known) or "none"
-        raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+        raise unknown_experiment(paths.name, results_names(paths.home), "results of")
+
+
+def unknown_experiment(name: str, known: list[str], what: str = "experiment") -> UsageError:
+    """Return the refusal of a name that nothing stands for, with the names there are."""
+    return UsageError(f"No {what} {name!r}; there are {', '.join(known) or 'none'}.{nearest(name, known)}")
 
 
 def check_settings_exist(paths: ExperimentPaths) -> None:

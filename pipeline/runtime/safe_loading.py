@@ -1,27 +1,32 @@
 """Files of tensors and arrays, wherever they come from: read without running code or filling the memory.
 
-Both kinds are zip archives. What an archive says of itself is compared with what the file holds before
-anything is allocated.
+What a file says of itself is compared with what it holds before anything is allocated. torch and numpy write zip
+archives, safetensors a header with the place of every tensor.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import stat
 import struct
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from pipeline.errors import UnreadableFile
+from pipeline.errors import UnreadableFile, UsageError
 from pipeline.paths import is_inside
 from pipeline.runtime.regular_files import regular_size
+from pipeline.runtime.tensor_headers import check_header
 from pipeline.runtime.tensor_pickles import check_pickle
+
+SAFETENSORS = ".safetensors"
 
 _ZIP_START, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 _LARGE_ZIP_END, _LOCATOR = b"PK\x06\x06", b"PK\x06\x07"
@@ -33,17 +38,46 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 _NUMBERS = "biufc"
 
 
-def load_tensors(path: Path) -> Any:
-    """Read a file of tensors and plain values on the CPU; raise UnreadableFile for one that is not safe to read."""
-    with _opened(path, "tensors written by torch.save") as (file, archive):
+def load_weights(path: Path) -> Any:
+    """Read a file of weights of either kind; safetensors files hold nothing but tensors by name."""
+    return load_safetensors(path) if path.suffix == SAFETENSORS else load_tensors(path)
+
+
+def load_tensors(path: Path, opened: BinaryIO | None = None) -> Any:
+    """Read a file of tensors and plain values on the CPU; raise UnreadableFile for one that is not safe to read.
+
+    ``opened`` is the same file where it is open already: its name may lead elsewhere by now.
+    """
+    with _archive(path, "tensors written by torch.save", opened) as (file, archive):
         _check_tensors(archive)
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
+def load_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a safetensors file on the CPU; raise UnreadableFile for one that is not safe to read."""
+    read = safetensors_package(path).load_file
+    with _told(path, "tensors written by safetensors"):
+        with _regular(path) as file:
+            check_header(file, os.fstat(file.fileno()).st_size)
+        tensors: dict[str, torch.Tensor] = read(path, device="cpu")
+        return tensors
+
+
+def safetensors_package(path: Path) -> Any:
+    """Return the optional package that reads and writes safetensors files."""
+    try:
+        return import_module("safetensors.torch")
+    except ImportError:
+        raise UsageError(
+            f"{path} needs the package safetensors, which is not installed.",
+            "pip install 'training-pipeline[safetensors]'",
+        ) from None
+
+
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Read every array of an npz file; raise UnreadableFile for one that is not safe to read."""
-    with _opened(path, "arrays written by numpy.savez") as (file, archive):
+    with _archive(path, "arrays written by numpy.savez") as (file, archive):
         for entry in archive.infolist():
             _check_array(archive, entry)
         file.seek(0)
@@ -63,15 +97,27 @@ def columns_of(path: Path) -> Iterator[dict[str, np.ndarray]]:
 
 
 @contextmanager
-def _opened(path: Path, what: str) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
-    """Open an archive that is safe to look into; whatever is found wrong becomes one sentence."""
+def _archive(path: Path, what: str, opened: BinaryIO | None = None) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
+    """Open an archive that is safe to look into."""
+    with _told(path, what), _regular(path) if opened is None else nullcontext(opened) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        _check_frame(file, size)
+        with zipfile.ZipFile(file) as archive:
+            _check_entries(archive.infolist(), size)
+            yield file, archive
+
+
+def _regular(path: Path) -> BinaryIO:
+    regular_size(path)
+    return path.open("rb")
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever is found wrong with a file into one sentence."""
     try:
-        size = regular_size(path)
-        with path.open("rb") as file:
-            _check_frame(file, size)
-            with zipfile.ZipFile(file) as archive:
-                _check_entries(archive.infolist(), size)
-                yield file, archive
+        yield
     except OSError as error:
         raise UnreadableFile(f"{path} must be a file of {what}, but: {error.strerror or error}.") from error
     except Exception as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LOADER = ROOT / "pipeline/runtime/safe_loading.py"
 READERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pickle", "load"), ("pickle", "loads")}
+READERS |= {("safetensors.torch", name) for name in ("load", "load_file", "safe_open")}
 
 
 def readers_in(path: Path) -> set[tuple[str, str]]:
