@@ -16,6 +16,7 @@ _VERBS = {
     "fsck": "Verify every digest of an experiment's results and say what to do about damage.",
     "verify-resume": "Prove on an experiment of your own that a killed and resumed run gives the same bits.",
     "evaluate": "Evaluate a split with committed weights, exactly, alone or under torchrun.",
+    "export": "Put modules of experiments and of foreign files into one file of weights.",
     "replay": "Rebuild one past step exactly: its items, losses and gradient norms.",
 }
 

@@ -174,11 +174,13 @@ class ContractReader:
         if ckp and exp:
             self._broken(module, "settings", "must have load_weights_from_ckp or load_weights_from_exp, but has both")
         needed = ["ckp_name"] if ckp else ["exp_name", "ckp_pool_name", "module_name"]
+        # A file may hold several modules.
+        optional = ["module_name"] if isinstance(ckp, Mapping) and "module_name" in ckp else []
         source = ckp or exp
         if not source:
             return None
-        allowed = [*needed, "strict", "strip_prefix", "key_map"]
-        is_named = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in needed)
+        allowed = [*needed, *optional, "strict", "strip_prefix", "key_map"]
+        is_named = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in [*needed, *optional])
         if not is_named or set(source) - set(allowed):
             return self._broken(
                 module, "settings", f"weights must come from a dict of {', '.join(needed)}, but it is {source!r}"
