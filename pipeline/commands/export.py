@@ -18,8 +18,8 @@ from pipeline.runtime.safe_loading import SAFETENSORS, safetensors_package
 EXAMPLE = """\
 examples:
   python -m pipeline export digits --out digits.pt
-  python -m pipeline export left:best:backbone right:last:head --out both.safetensors
-  python -m pipeline export left right --rename right:head=right_head --out both.pt
+  python -m pipeline export left:best:trunk right:last:head --out 2.safetensors
+  python -m pipeline export left right --rename right:head=other --out both.pt
   python -m pipeline export resnet.pth --strip-prefix module. --out clean.pt"""
 _FILE = re.compile(r"(?P<file>.+\.(?:pt|pth|safetensors))(?::(?P<entry>[^:]+))?")
 _SHOWN = 10
