@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from pipeline.experiment.settings import parse_settings, read_contents
 from pipeline.paths import ExperimentPaths
 from pipeline.results.copies import digest_folder, refuse_edited_copy
 from pipeline.results.manifest import Entry, Manifest
-from pipeline.results.pools import FROZEN, HeldFiles, counter_entries, epoch_of, hold_together, pool_entries
+from pipeline.results.pools import (
+    FROZEN,
+    HeldFiles,
+    counter_entries,
+    epoch_of,
+    hold_together,
+    pool_entries,
+    steps_of,
+)
 from pipeline.runtime.fingerprint import fingerprint
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
@@ -51,15 +60,14 @@ def evaluate(
     experiment, facts = _restored(paths, processes, request)
     transforms = create_module_transforms(experiment, processes.device)
     predicting = processes.together(lambda: _predicting(experiment, transforms)) if request.predicts else []
-    runner = BatchRunner(experiment, processes, request.split, transforms, trains=False)
-    evaluation = EvaluationPass(experiment, processes, runner, request.shard)
-    predictions = Predictions(runner, predicting)
-    logging = experiment.settings.logging
-    shows = logging.progress_bar and processes.is_rank_zero
-    with ProgressBar(request.split, evaluation.num_rounds, 0, logging.eval_updates, enabled=shows) as bar:
-        for _ in evaluation.rounds(facts["epoch"] or 0, predictions.observe):
-            bar.advance()
-    runner.close()
+    with closing(BatchRunner(experiment, processes, request.split, transforms, trains=False)) as runner:
+        evaluation = EvaluationPass(experiment, processes, runner, request.shard)
+        predictions = Predictions(runner, predicting)
+        logging = experiment.settings.logging
+        shows = logging.progress_bar and processes.is_rank_zero
+        with ProgressBar(request.split, evaluation.num_rounds, 0, logging.eval_updates, enabled=shows) as bar:
+            for _ in evaluation.rounds(facts["epoch"] or 0, predictions.observe):
+                bar.advance()
     index, count = request.shard
     sums = evaluation.collect()[0][index::count]
     facts |= {
@@ -165,6 +173,7 @@ def _facts(paths: ExperimentPaths, manifest: Manifest, request: Request, splits:
         "split": request.split,
         "pool": request.pool,
         "epoch": epoch_of(manifest, request.pool),
+        "steps": steps_of(manifest, request.pool),
         "commit": max(entry.generation for entry in pool_entries(paths, manifest, request.pool).values()),
         "weights": fingerprint({name: entry.digest.sha256 for name, entry in weights.items()}),
         "code": fingerprint(digest_folder(paths.results)),

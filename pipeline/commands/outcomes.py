@@ -19,12 +19,12 @@ from pipeline.experiment.records import npz_writer
 from pipeline.runtime.durable import Writer, json_writer
 from pipeline.runtime.safe_loading import columns_of
 from pipeline.stages.losses import total_losses
-from pipeline.stages.predictions import POSITION, Columns, join_predictions
+from pipeline.stages.predictions import INDEX, POSITION, Columns, join_predictions
 
 SUFFIXES = (".json", ".npz", ".pt")
 SHARD_SUFFIXES = (".npz",)
 _SHOWN = 10
-_SHOWN_FACTS = ("experiment", "split", "pool", "epoch", "commit")
+_SHOWN_FACTS = ("experiment", "split", "pool", "epoch", "steps", "commit")
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def read_shard(path: Path) -> Outcome:
     with columns_of(path) as found:
         if "shard" not in found:
             raise UsageError(f"{path} must be a shard of an evaluation, written with --shard, but is not.")
-        about = json.loads(found["shard"].tobytes())
+        about = _decoded(found["shard"])
         (index, count), facts, sums = map(int, about["shard"]), dict(about["facts"]), found["sums"]
+        facts |= {name: {key: int(one) for key, one in dict(facts[name]).items()} for name in ("items", "predicted")}
         rows = len(range(int(facts["batches"]))[index::count])
         if not 0 <= index < count or sums.dtype != np.float64 or sums.shape != (rows, len(facts["items"])):
             raise ValueError("the sums of its batches do not fit")
@@ -151,7 +152,7 @@ def _refuse_incomplete(places: list[int], count: int) -> None:
 def _refuse_gaps(merged: Outcome) -> None:
     for dataset, num_items in merged.facts["predicted"].items():
         positions = merged.predictions.get(dataset, {}).get(POSITION, np.zeros(0))
-        if not np.array_equal(positions, np.arange(num_items)):
+        if len(positions) != num_items or not np.array_equal(positions, np.arange(len(positions))):
             raise UnreadableFile(f"The shards must hold a prediction for each of {num_items} items of {dataset}, once.")
 
 
@@ -166,16 +167,26 @@ def _flat(predictions: dict[str, Columns]) -> Columns:
 def _nested(arrays: Columns) -> dict[str, Columns]:
     found: dict[str, Columns] = {}
     for name, column in arrays.items():
-        kind, _, rest = name.partition("/")
-        dataset, _, inner = rest.partition("/")
-        if kind == "predictions" and inner:
+        if name.startswith("predictions/"):
+            _, dataset, inner = name.split("/")
             found.setdefault(dataset, {})[inner] = column
+    for dataset, columns in found.items():
+        shapes = {columns[name].shape for name in (INDEX, POSITION)}
+        if len(shapes) > 1 or {column.shape[:1] for column in columns.values()} != shapes:
+            raise ValueError(f"the predictions of {dataset} do not fit together")
     return found
 
 
 def _encoded(value: dict[str, Any]) -> np.ndarray:
     """Return JSON as an array of bytes, because a file of arrays holds nothing but numbers."""
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+
+
+def _decoded(content: np.ndarray) -> Any:
+    try:
+        return json.loads(content.tobytes())
+    except RecursionError as error:
+        raise ValueError("what it says of itself makes no sense") from error
 
 
 def as_json(value: Any) -> Any:
@@ -192,7 +203,8 @@ def as_json(value: Any) -> Any:
 def lines(outcome: Outcome) -> Iterator[str]:
     """Yield what a person reads on the terminal, one line per register."""
     facts = outcome.facts
-    epoch = f"epoch {facts['epoch']}, " if facts["epoch"] is not None else ""
+    more = f" and {facts['steps']} steps" if facts["steps"] else ""
+    epoch = f"epoch {facts['epoch']}{more}, " if facts["epoch"] is not None else ""
     yield f"{facts['experiment']}, {facts['split']} split, pool {facts['pool']} ({epoch}commit {facts['commit']})"
     width = max(map(len, facts["items"]))
     for register, value in outcome.values().items():

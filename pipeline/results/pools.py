@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from pipeline.errors import DamagedResults, PipelineError, UsageError, nearest
 from pipeline.paths import ExperimentPaths
-from pipeline.progress import EVALUATION, FINISHED
+from pipeline.progress import EVALUATION, FINISHED, TRAINING
 from pipeline.results.generations import Generations, matches
 from pipeline.results.manifest import Entry, Manifest
 from pipeline.results.situation import check_results_exist
@@ -46,7 +46,7 @@ def pool_names(manifest: Manifest) -> list[str]:
 
 
 def epoch_of(manifest: Manifest, pool: str) -> int | None:
-    """Return the epoch after which a pool's weights were taken; those of ``last`` may be inside the epoch after."""
+    """Return the last epoch that a pool's weights have seen whole."""
     if pool == "best":
         best = manifest.run_state.get("best")
         return best.get("epoch") if isinstance(best, dict) else None
@@ -55,6 +55,12 @@ def epoch_of(manifest: Manifest, pool: str) -> int | None:
         return progress.epoch if progress.stage in (EVALUATION, FINISHED) else max(0, progress.epoch - 1)
     number = pool.removeprefix("epoch_")
     return 0 if pool == "init" else int(number) if number.isdigit() else None
+
+
+def steps_of(manifest: Manifest, pool: str) -> int:
+    """Return how many steps after that epoch a pool's weights have taken."""
+    progress = manifest.progress
+    return progress.step if pool == "last" and progress.stage == TRAINING else 0
 
 
 def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, Entry]:

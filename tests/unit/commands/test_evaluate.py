@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 from pipeline.__main__ import main
+from pipeline.commands.outcomes import merge, read_shard
+from pipeline.errors import PipelineError
 from pipeline.results.comparison import read_any
 from pipeline.runtime.safe_loading import load_arrays, load_tensors
 from tests.support.experiments import FILES, tree, write_experiment
@@ -181,9 +185,32 @@ def test_what_is_no_shard_is_refused(call: Callable[..., str], shards: list[str]
     assert "must be a shard of an evaluation" in call("--merge", f"{tmp_path}/whole.npz", code=2)
     Path(shards[1]).write_bytes(Path(shards[1]).read_bytes()[:-9])
     assert "cut off" in call("--merge", *shards[:2], code=1)
-    lie = {"facts": {"batches": 9, "items": {"loss_a": 1}}, "shard": [0, 1], "world_size": 1}
+    lie = {"facts": {"batches": 9, "items": {"loss_a": 1}, "predicted": {}}, "shard": [0, 1], "world_size": 1}
     np.savez(tmp_path / "lie.npz", shard=np.frombuffer(json.dumps(lie).encode(), np.uint8), sums=np.zeros((2, 1)))
     assert "do not fit" in call("--merge", f"{tmp_path}/lie.npz", code=1)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every place inside nested dicts and lists, as its container and key."""
+    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(inner, (dict, list)):
+            yield from places(inner)
+
+
+def test_whatever_a_shard_says_of_itself_is_understood_or_refused(shards: list[str], tmp_path: Path) -> None:
+    """Whichever fact is replaced by nonsense, the shard is refused with a message, or the fact does not matter."""
+    arrays = load_arrays(Path(shards[0]))
+    about = json.loads(arrays.pop("shard").tobytes())
+    for container, key in places(about):
+        kept = container[key]
+        for odd in (None, -1, 10**30, 0.5, "x", [], {}, {"x": {}}, [[0, 1]]):
+            container[key] = odd
+            np.savez(tmp_path / "odd.npz", shard=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+            with contextlib.suppress(PipelineError):
+                shard = read_shard(tmp_path / "odd.npz")
+                merge([shard, replace(shard, shard=(1, shard.shard[1]), sums=shard.sums[:2])]).summary()
+        container[key] = kept
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import EVALUATION, FINISHED, TRAINING, Progress
 from pipeline.results.manifest import Entry, Manifest
-from pipeline.results.pools import HeldFiles, Overtaken, epoch_of, hold_together, newest_commit, pool_entries
+from pipeline.results.pools import HeldFiles, Overtaken, epoch_of, hold_together, newest_commit, pool_entries, steps_of
 from pipeline.runtime.processes import Processes
 from tests.support.running import run_inside
 
@@ -65,4 +65,6 @@ def test_commit_that_overtakes_the_opening_is_read_instead(paths: ExperimentPath
 )
 def test_pools_know_their_epoch(pool: str, progress: Progress, epoch: int | None) -> None:
     """The epoch after which weights were taken follows from the pool and where the experiment stands."""
-    assert epoch_of(Manifest(progress=progress, run_state={"best": {"epoch": 7}}), pool) == epoch
+    manifest = Manifest(progress=progress, run_state={"best": {"epoch": 7}})
+    assert epoch_of(manifest, pool) == epoch
+    assert steps_of(manifest, pool) == (progress.step if pool == "last" else 0)
