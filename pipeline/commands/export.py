@@ -126,9 +126,11 @@ def _refuse_overlaps(modules: list[tuple[Exported, str]]) -> None:
 
 def _lines(modules: list[tuple[Exported, str]], out: Path, size: int) -> Iterator[str]:
     width = max(len(module.name) for module, _ in modules)
+    digits = max(len(f"{module.num_parameters:,}") for module, _ in modules)
     for module, full_name in modules:
+        origin = module.source if module.full_name == full_name else full_name
         place = f" ({module.place})" if module.place else ""
-        yield f"  {module.name:{width}}  {module.num_parameters:>12,} parameters  from {full_name}{place}"
+        yield f"  {module.name:{width}}  {module.num_parameters:>{digits},} parameters  from {origin}{place}"
         if module.dropped:
             more = f" and {len(module.dropped) - _SHOWN} more" if len(module.dropped) > _SHOWN else ""
             yield f"  {'':{width}}  dropped: {', '.join(module.dropped[:_SHOWN])}{more}"

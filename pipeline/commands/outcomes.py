@@ -16,7 +16,7 @@ import torch
 from pipeline.components.losses import mean
 from pipeline.errors import UnreadableFile, UsageError
 from pipeline.experiment.records import npz_writer
-from pipeline.runtime.durable import Writer, json_writer
+from pipeline.runtime.durable import Writer, bytes_writer
 from pipeline.runtime.safe_loading import columns_of
 from pipeline.stages.losses import total_losses
 from pipeline.stages.predictions import INDEX, POSITION, Columns, join_predictions
@@ -70,7 +70,10 @@ class Outcome:
             dataset: {name: column.tolist() for name, column in columns.items()}
             for dataset, columns in self.public_predictions().items()
         }
-        return json_writer(as_json({**self.summary(), "predictions": predictions}))
+        content = as_json({**self.summary(), "predictions": predictions})
+        # One line per entry: predictions are long, and the rest should still be read with ease.
+        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+        return bytes_writer("{{\n{}\n}}\n".format(",\n".join(lines)).encode())
 
     def _npz_writer(self) -> Writer:
         values = {

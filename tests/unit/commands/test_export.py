@@ -68,7 +68,7 @@ def test_all_modules_of_an_experiment_come_with_the_frozen_ones(trained: Path, c
     assert same(found["stem"], pool(trained, "left", "frzn", "stem"))
     assert same(found["trunk"], pool(trained, "left", "best", "trunk"))
     assert "wrote x.pt: 4 modules, 166 parameters, " in said
-    assert "67 parameters  from left:frzn:stem (commit 1)" in said
+    assert "  stem    67 parameters  from left:frzn (commit 1)\n" in said
     assert max(map(len, said.splitlines())) <= 80
     assert os.listdir() == ["x.pt"]
 
@@ -99,7 +99,8 @@ def test_overlaps_are_refused_unless_renamed(call: Call) -> None:
     assert "left:best:trunk and right:best:trunk are both 'trunk'" in said
     assert "--rename right:best:trunk=NEW" in said
     assert not Path("x.pt").exists()
-    call("left:best:trunk", "right:best:trunk", "--rename", "right:trunk=other", "--out", "x.pt")
+    said = call("left:best:trunk", "right:best:trunk", "--rename", "right:trunk=other", "--out", "x.pt")
+    assert "  other  81 parameters  from right:best:trunk (epoch" in said
     assert list(load_tensors(Path("x.pt"))) == ["trunk", "other"]
 
 
