@@ -54,7 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
         safetensors_package(arguments.out)
     modules = _renamed(_read_all(arguments), dict(arguments.rename))
     _refuse_overlaps(modules)
-    size = write_output(arguments.out, writer([module for module, _ in modules], arguments.out.suffix))
+    size = write_output(arguments.out, writer([module for module, _ in modules], arguments.out))
     print("\n".join(_lines(modules, arguments.out, size)))
     return 0
 

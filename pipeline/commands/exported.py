@@ -91,19 +91,22 @@ def from_file(path: Path, entry: str | None, strip_prefix: str, key_map: Mapping
 
 
 def _cleaned(name: str, path: Path, weights: dict[str, Any], beside: list[str]) -> Exported:
+    found = {key: one.detach() for key, one in weights.items() if isinstance(one, torch.Tensor)}
+    odd = [key for key, one in found.items() if one.layout != torch.strided or one.is_quantized]
+    if odd:
+        raise UnreadableFile(f"{path} must hold plain tensors, but these are sparse or quantised: {', '.join(odd)}.")
     # A tensor may be a small view of a large storage, all of which would be written.
-    tensors = {
-        key: one.detach().cpu().contiguous().clone() for key, one in weights.items() if isinstance(one, torch.Tensor)
-    }
+    tensors = {key: one.contiguous().clone() for key, one in found.items()}
     dropped = (*beside, *(key for key in weights if key not in tensors))
     if not tensors and dropped:
         raise UnreadableFile(f"{path} must hold tensors, but has none among {', '.join(dropped[:_SHOWN])}.")
     return Exported(_ODD.sub("_", name), str(path), tensors, is_foreign=True, dropped=dropped)
 
 
-def writer(modules: list[Exported], suffix: str) -> Writer:
+def writer(modules: list[Exported], path: Path) -> Writer:
     """Return a writer of all modules: dicts by module for torch, or keys that begin with the module's name."""
-    return _safetensors_writer(modules) if suffix == SAFETENSORS else _pt_writer(modules)
+    is_torch = path.suffix != SAFETENSORS
+    return _pt_writer(modules) if is_torch else _safetensors_writer(modules, safetensors_package(path))
 
 
 def _pt_writer(modules: list[Exported]) -> Writer:
@@ -113,7 +116,7 @@ def _pt_writer(modules: list[Exported]) -> Writer:
     return write
 
 
-def _safetensors_writer(modules: list[Exported]) -> Writer:
+def _safetensors_writer(modules: list[Exported], package: Any) -> Writer:
     flat = {f"{module.name}.{key}": value for module in modules for key, value in module.weights.items()}
     plain = [key for key, value in flat.items() if not isinstance(value, torch.Tensor)]
     if plain:
@@ -125,13 +128,14 @@ def _safetensors_writer(modules: list[Exported]) -> Writer:
     metadata = {"format": "pt", "modules": json.dumps(sources)}
 
     def write(file: BinaryIO) -> None:
-        save = safetensors_package(Path("--out")).save
         try:
             # Tensors that share memory are refused; a copy of each shares none.
-            content = save({key: value.contiguous().clone() for key, value in flat.items()}, metadata=metadata)
+            content = package.save({key: one.contiguous().clone() for key, one in flat.items()}, metadata=metadata)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             told = " ".join(str(error).split())
-            raise PipelineError(f"These weights cannot be written as safetensors: {told}. fix: write .pt.") from error
+            raise PipelineError(
+                f"These weights cannot be written as safetensors: {told}.\n  fix: write a .pt file instead."
+            ) from error
         file.write(content)
 
     return write

@@ -35,8 +35,10 @@ def write_output(path: Path, writer: Writer) -> int:
             os.fsync(file.fileno())
             size = file.tell()
         os.replace(staging, path)
-    except OSError as error:
-        raise PipelineError(f"{path} could not be written: {error.strerror or error}.") from error
+    except (OSError, RuntimeError) as error:
+        # torch tells of a failed write in an error of its own.
+        told = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise PipelineError(f"{path} could not be written: {told}.") from error
     finally:
         staging.unlink(missing_ok=True)
     return size

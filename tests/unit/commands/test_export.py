@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -212,6 +213,7 @@ def test_file_of_several_modules_is_taken_apart(call: Call) -> None:
         (FOREIGN, ("--strip-prefix", "model."), "fits no key of net.pt; the first is 'module.a.weight'"),
         ({"a": torch.ones(1), "x.a": torch.ones(1)}, ("--strip-prefix", "x."), "two of them become 'a'"),
         ({"x": nn.Linear(1, 1)}, (), "would run code"),
+        ({"x": torch.eye(2).to_sparse()}, (), "these are sparse or quantised: x"),
     ],
 )
 def test_foreign_file_that_cannot_be_cleaned_is_told(call: Call, content: Any, words: Any, said: str) -> None:
@@ -220,6 +222,19 @@ def test_foreign_file_that_cannot_be_cleaned_is_told(call: Call, content: Any, w
     code = 2 if "--strip-prefix" in words and "fits" in said else 1
     assert said in call("net.pt", *words, "--out", "x.pt", code=code)
     assert not Path("x.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_failed_write_leaves_nothing(call: Call, name: str) -> None:
+    """Where there is no room, the failure is told and neither a half file nor a scratch file stays."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        said = call("left", "--out", name, code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{name} could not be written: " in said
+    assert os.listdir() == []
 
 
 def test_old_format_of_torch_is_refused_with_a_remedy(call: Call) -> None:
