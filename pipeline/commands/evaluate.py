@@ -14,11 +14,11 @@ from pipeline.commands.outcomes import SHARD_SUFFIXES, SUFFIXES, Outcome, as_jso
 from pipeline.entry import join_and_act, leave
 from pipeline.errors import UsageError
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.runtime.durable import shown_bytes
 from pipeline.runtime.logs import start_console
 from pipeline.runtime.output_files import check_output, write_output
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.signals import end_with_launcher
+from pipeline.runtime.wording import shown_bytes
 from pipeline.stages.predictions import join_predictions
 
 EXAMPLE = """\
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-edited-copy", action="store_true", help="evaluate although the frozen copy was edited"
     )
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def _shard(word: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from pipeline.experiment.contracts import takes
 from pipeline.experiment.datasets import Fingerprints, changed_splits, fingerprint_splits
 from pipeline.experiment.persisted import restore_counters
 from pipeline.experiment.settings import parse_settings, read_contents
+from pipeline.machinery import create_module_transforms
 from pipeline.paths import ExperimentPaths
 from pipeline.results.copies import digest_folder, refuse_edited_copy
 from pipeline.results.manifest import Entry, Manifest
@@ -33,7 +34,7 @@ from pipeline.runtime.fingerprint import fingerprint
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
-from pipeline.stages.batches import BatchRunner, create_module_transforms
+from pipeline.stages.batches import BatchRunner
 from pipeline.stages.evaluation import EvaluationPass
 from pipeline.stages.predictions import Columns, Predictions
 from pipeline.tracking.bar import ProgressBar
@@ -60,7 +61,7 @@ def evaluate(
     experiment, facts = _restored(paths, processes, request)
     transforms = create_module_transforms(experiment, processes.device)
     predicting = processes.together(lambda: _predicting(experiment, transforms)) if request.predicts else []
-    with closing(BatchRunner(experiment, processes, request.split, transforms, trains=False)) as runner:
+    with closing(BatchRunner(experiment, processes, request.split, transforms, evaluates=True)) as runner:
         evaluation = EvaluationPass(experiment, processes, runner, request.shard)
         predictions = Predictions(runner, predicting)
         logging = experiment.settings.logging

@@ -11,9 +11,9 @@ from pathlib import Path
 from pipeline.commands.exported import SUFFIXES, Exported, from_experiment, from_file, writer
 from pipeline.errors import UsageError, nearest
 from pipeline.paths import ExperimentPaths, data_home, results_names
-from pipeline.runtime.durable import shown_bytes
 from pipeline.runtime.output_files import check_output, write_output
 from pipeline.runtime.safe_loading import SAFETENSORS, safetensors_package
+from pipeline.runtime.wording import shown_bytes
 
 EXAMPLE = """\
 examples:
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_pairs(parser, "--rename", "MODULE=NEW", "rename a module; repeatable")
     parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut it off the keys of foreign files")
     _add_pairs(parser, "--key-map", "OLD=NEW", "rename keys of foreign files, or how they begin; repeatable")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def _add_pairs(parser: argparse.ArgumentParser, name: str, metavar: str, help_text: str) -> None:

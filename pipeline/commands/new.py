@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--from", dest="other", metavar="EXP", help="an experiment of yours to copy")
     parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
     parser.add_argument("--exist-ok", action="store_true", help="leave an experiment that exists as it is")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -66,7 +65,7 @@ def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
     for folder in (other.results, other.settings):
         if (folder / "pymodules").is_dir():
             return folder
-    raise unknown_experiment(other.name, settings_names(paths.home))
+    raise unknown_experiment(other, settings_names(paths.home))
 
 
 def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:

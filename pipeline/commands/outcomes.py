@@ -17,7 +17,7 @@ from pipeline.components.losses import mean
 from pipeline.errors import UnreadableFile, UsageError
 from pipeline.experiment.records import npz_writer
 from pipeline.runtime.durable import Writer, bytes_writer
-from pipeline.runtime.safe_loading import columns_of
+from pipeline.runtime.safe_archives import columns_of
 from pipeline.stages.losses import total_losses
 from pipeline.stages.predictions import INDEX, POSITION, Columns, join_predictions
 

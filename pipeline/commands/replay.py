@@ -23,8 +23,8 @@ from pipeline.results.generations import Generations
 from pipeline.results.inspection import inspect
 from pipeline.results.lock import check_free
 from pipeline.results.manifest import Manifest, State, sealed_json
-from pipeline.results.provenance import read_starts
 from pipeline.results.situation import check_results_exist
+from pipeline.results.starts import read_starts
 from pipeline.results.store import peek
 
 EXAMPLE = "example:\n  python -m pipeline replay digits --epoch 3 --step 17"
@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
     parser.add_argument("--save", metavar="DIR", help="also save batches and losses per item, one file per process")
     parser.add_argument("--scratch", metavar="DIR", help="where to work (default: the system's temporary folder)")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -34,13 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=2, metavar="K", help="kills, evenly spread (default: 2)")
     parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
     parser.add_argument("--scratch", metavar="DIR", help="where to work (default: the system's temporary folder)")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     if not (paths.settings / "pymodules").is_dir():
-        raise unknown_experiment(paths.name, settings_names(paths.home))
+        raise unknown_experiment(paths, settings_names(paths.home))
     if not 0 < arguments.kills < arguments.steps or arguments.nproc < 1:
         raise UsageError("--steps must exceed --kills, and all numbers must be at least 1.")
     kills = [1 + arguments.steps * (number + 1) // (arguments.kills + 1) for number in range(arguments.kills)]

@@ -64,20 +64,33 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
 def check_results_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment that never committed anything, naming those that did."""
     if not look(paths).exists:
-        raise unknown_experiment(paths.name, results_names(paths.home), "results of")
+        raise unknown_experiment(paths, results_names(paths.home), "results of")
 
 
-def unknown_experiment(name: str, known: list[str], what: str = "experiment") -> UsageError:
+def unknown_experiment(paths: ExperimentPaths, known: list[str], what: str = "experiment", fix: str = "") -> UsageError:
     """Return the refusal of a name that nothing stands for, with the names there are."""
-    return UsageError(f"No {what} {name!r}; there are {', '.join(known) or 'none'}.{nearest(name, known)}")
+    there = f"there are {', '.join(known) or 'none'}.{nearest(paths.name, known)}"
+    return UsageError(f"No {what} {paths.name!r} in {paths.home}; {there}", fix)
+
+
+def check_known(paths: ExperimentPaths) -> None:
+    """Refuse a name that is neither an experiment's settings nor its results, naming those that are."""
+    known = all_names(paths.home)
+    if paths.name not in known:
+        raise unknown_experiment(paths, known, fix=f"python -m pipeline new {paths.name}")
+
+
+def all_names(home: Path) -> list[str]:
+    """Return every experiment of a data home, with or without results."""
+    return sorted({*settings_names(home), *results_names(home)})
 
 
 def check_settings_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment nobody wrote, naming those that exist."""
     if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
         return
-    known = sorted({*settings_names(paths.home), *results_names(paths.home)})
-    listed = ", ".join(known) if known else "none"
+    known = all_names(paths.home)
+    listed = ", ".join(known) or "none"
     raise UsageError(
         f"Experiment {paths.name!r} must be a folder with pymodules/ and settings/ at {paths.settings}, but is not. "
         f"Experiments in this data home: {listed}.{nearest(paths.name, known)}",

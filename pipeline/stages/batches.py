@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from pipeline.experiment.assembly import Experiment
-from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.loaders import KeyedDataset, Loader
@@ -20,14 +19,24 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BatchRunner:
-    """Loads the planned batches of one split, to train on it or to evaluate it, and runs the module transforms."""
+    """Loads the planned batches of one split and runs the module transforms on them.
+
+    The train split is shuffled and augmented, unless it is to be evaluated like any other.
+    """
 
     def __init__(
-        self, experiment: Experiment, processes: Processes, split: str, transforms: Mapping[str, Any], *, trains: bool
+        self,
+        experiment: Experiment,
+        processes: Processes,
+        split: str,
+        transforms: Mapping[str, Any],
+        *,
+        evaluates: bool = False,
     ) -> None:
-        self._experiment, self._processes, self._split, self._trains = experiment, processes, split, trains
+        self._experiment, self._processes, self._split = experiment, processes, split
+        self._trains = split == "train" and not evaluates
         components = experiment.components
-        kind = "train" if trains else "eval"
+        kind = "train" if self._trains else "eval"
         arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
         self.shapes = [
             SplitShape.of(name, experiment.splits[name][split], arguments[name]) for name in components.datasets
@@ -76,16 +85,6 @@ class BatchRunner:
     def _autocast(self) -> Any:
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         return torch.autocast(self._processes.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
-
-
-def create_module_transforms(experiment: Experiment, device: torch.device) -> dict[str, Any]:
-    """Create the module transforms, once the counters have counted or were restored."""
-    counters = {name: entry.counter for name, entry in experiment.components.data_counters.items()}
-    key_generators(experiment.settings.training.seed, "module transforms")
-    return {
-        name: definition.create(dict(counters), device, LOGGER)
-        for name, definition in experiment.components.module_transforms.items()
-    }
 
 
 def _planned(places: list[Place], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:

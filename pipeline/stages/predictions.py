@@ -10,7 +10,7 @@ import torch
 
 from pipeline.errors import PipelineError
 from pipeline.runtime.processes import Processes
-from pipeline.runtime.safe_loading import is_entry_name
+from pipeline.runtime.safe_archives import is_entry_name
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.plan import Place, PlannedBatch
 

@@ -19,7 +19,8 @@ from pipeline.__main__ import main
 from pipeline.commands.outcomes import merge, read_shard
 from pipeline.errors import PipelineError
 from pipeline.results.comparison import read_any
-from pipeline.runtime.safe_loading import load_arrays, load_tensors
+from pipeline.runtime.safe_archives import load_arrays
+from pipeline.runtime.safe_loading import load_tensors
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import run_inside
 
@@ -216,7 +217,7 @@ def test_whatever_a_shard_says_of_itself_is_understood_or_refused(shards: list[s
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("tinny",), 2, "No results of 'tinny'; there are tiny. Did you mean 'tiny'?"),
+        (("tinny",), 2, "there are tiny. Did you mean 'tiny'?"),
         (("../tiny",), 2, "The experiment name must be"),
         ((), 2, "Say which experiment to evaluate"),
         (("tiny", "--merge", "x.npz"), 2, "Say which experiment to evaluate"),

@@ -115,7 +115,7 @@ def test_frozen_modules_of_two_pools_are_the_same(call: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("lfet",), 2, "No results of 'lfet'; there are left, right. Did you mean 'left'?"),
+        (("lfet",), 2, "there are left, right. Did you mean 'left'?"),
         (("left:bets",), 2, "has no pool 'bets'; there are best, epoch_1, init, last. Did you mean 'best'?"),
         (("left:best:trnk",), 2, "no module 'trnk'; there are stem, head_a, head_b, trunk. Did you mean 'trunk'?"),
         (("left:best:trunk:x",), 2, "A source must be EXP, EXP:POOL, EXP:POOL:MODULE or a file"),
