@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from pipeline.loop import Loop
 from pipeline.machinery import Machinery, build_machinery
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
-from pipeline.results.copies import copy_folder, differing_files, digest_folder
+from pipeline.results.copies import copy_folder, differing_files, digest_folder, refuse_edited_copy
 from pipeline.results.journal import END, START
 from pipeline.results.lock import RunLock
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
@@ -178,14 +177,8 @@ class _Run:
 
     def _check_copy(self) -> None:
         manifest = peek(self._paths)
-        edited = differing_files(self._paths.results, manifest.copies) if manifest else []
-        if edited and not self._arguments.accept_edited_copy:
-            fix = "restore it, or go on with --accept-edited-copy"
-            raise InvalidExperiment(
-                [Problem(str(self._paths.results / name), "the frozen copy was edited", fix) for name in edited]
-            )
-        for name in edited:
-            LOGGER.warning("Going on with the edited copy of %s, as asked.", name)
+        if manifest:
+            refuse_edited_copy(self._paths.results, manifest.copies, is_accepted=self._arguments.accept_edited_copy)
 
     def _frozen_contents(self) -> Contents:
         contents = read_contents(self._paths.results / "settings")
@@ -230,7 +223,6 @@ class _Run:
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
         if settings.training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             set_deterministic()
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         if settings.logging.tensorboard:

@@ -145,6 +145,9 @@ def check_training_line(words: list[str]) -> None:
     if words[0] == "torchrun":
         launched = parse_torchrun(words[1:])
         words = [launched.training_script, *launched.training_script_args]
+        if launched.module and words[0] == "pipeline":
+            assert helper.main(words[1:]) == 0
+            return
     else:
         words = words[1:]
     assert words[0] == "training_pipeline.py"
@@ -318,6 +321,8 @@ def digits_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(weights, home / "module_ckps/pretrained.pt")
     done = run_process(home, "--stop-after-epoch", "1", name="digits")
     assert done.returncode == 0, done.stderr
+    words = ["digits:best:backbone", "digits:frzn:edges", "--out", str(home / "module_ckps/parts.pt")]
+    assert helper.main(["export", *words, "--data-home", str(home)]) == 0
     return home
 
 
