@@ -24,6 +24,7 @@ from pipeline.runtime.signals import StopRequests
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine, Wishes
+from pipeline.stages.pictures import Pictures
 from pipeline.stages.plan import StepPlan
 from pipeline.stages.training import StepReport, TrainingStage
 from pipeline.tracking.bar import ProgressBar
@@ -46,6 +47,7 @@ class Machinery:
     runners: tuple[BatchRunner, BatchRunner]
     training: TrainingStage
     evaluation: EvaluationStage
+    pictures: Pictures
     store: ResultsStore
     commits: Commits
     status: StatusFile
@@ -88,6 +90,7 @@ def build_machinery(
         runners=(train, val),
         training=training,
         evaluation=EvaluationStage(experiment, processes, val, engine, records),
+        pictures=Pictures(experiment, val, transforms),
         store=store,
         commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
         status=StatusFile(paths.status_file),
@@ -178,6 +181,8 @@ class Loop:
                     return progress
                 self._m.commits.poll()
                 bar.advance()
+        if self._m.processes.is_rank_zero:
+            self._publisher.keep_images(epoch, lambda: self._m.pictures.take(epoch))
         following = self._judge(progress)
         values = shown_losses(self._m.records.losses, "val", self._weights())
         LOGGER.info(val_line(epoch, stage.num_rounds, values))
@@ -260,8 +265,8 @@ class Loop:
     def _commit(self, changes: Callable[[], Changes], progress: Progress) -> None:
         """Let rank zero begin a commit; what it makes permanent is published once it is complete."""
         if self._m.processes.is_rank_zero:
-            points = self._publisher.collect(self.recorded_epoch(progress))
-            self._m.commits.submit(changes, progress, self._run_state(), lambda: self._publisher.send(points))
+            batch = self._publisher.collect(self.recorded_epoch(progress))
+            self._m.commits.submit(changes, progress, self._run_state(), lambda: self._publisher.send(batch))
             self.report(progress)
         self._committed_at = time.monotonic()
 

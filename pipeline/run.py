@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments
-from pipeline.errors import (
-    DamagedResults,
-    InvalidExperiment,
-    Problem,
-    StateConflict,
-    UnreadableFile,
-    UsageError,
-)
+from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
 from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.counting import count
 from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
@@ -34,7 +27,7 @@ from pipeline.results.copies import copy_folder, differing_files, digest_folder
 from pipeline.results.lock import RunLock
 from pipeline.results.manifest import Manifest
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
-from pipeline.results.provenance import describe_start, differences, read_starts, record_start
+from pipeline.results.provenance import describe_start, differences, read_starts, record_start, run_id
 from pipeline.results.situation import check_settings_exist, decide, look
 from pipeline.results.store import ResultsStore, is_settled, peek
 from pipeline.runtime.durable import Disk
@@ -43,7 +36,7 @@ from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
 from pipeline.tracking.blocks import first_block, last_block, next_line, shown_values, step_lines
 from pipeline.tracking.publisher import Publisher
-from pipeline.tracking.tensorboard import EventFile, check_installed
+from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
 Watch = Callable[[Machinery], None]
@@ -75,6 +68,8 @@ def _settle(paths: ExperimentPaths, disk: Disk) -> None:
         lock.acquire()
         store = ResultsStore(paths, disk, lock.claim)
         store.recover(PersistedParts.is_needed)
+        if store.current.progress.is_finished:
+            publish_rest(paths, store.current.progress.epoch, run_id(paths))
         lock.release()
         if not store.current.progress.is_finished:
             raise DamagedResults(
@@ -237,8 +232,7 @@ class _Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             set_deterministic()
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
-        if settings.logging.tensorboard:
-            self._processes.together(lambda: check_installed(folder / "settings" / "logging.json"))
+        self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         return self._processes.together(lambda: assemble(folder / "pymodules", settings, self._processes.device))
 
     def _introduce(self, machinery: Machinery, progress: Progress) -> None:
@@ -285,23 +279,21 @@ class _Run:
         return progress
 
     def _publisher(self, machinery: Machinery, progress: Progress) -> Publisher:
-        publisher = Publisher(machinery.records, len(machinery.training.plan))
-        epoch = Loop.recorded_epoch(progress)
-        if self._processes.is_rank_zero and machinery.experiment.settings.logging.tensorboard:
-            publisher.add(lambda: EventFile(self._paths.tensorboard, publisher.first_step(epoch)))
+        publisher = Publisher(machinery.records, len(machinery.training.plan), self._paths)
+        epoch, experiment = Loop.recorded_epoch(progress), machinery.experiment
+        # A run under observation is no run of the experiment.
+        if self._processes.is_rank_zero and self._watch is _nobody:
+            trackers = create_trackers(experiment.settings.logging, experiment.components.trackers)
+            publisher.begin(trackers, tracked_run(self._paths, experiment.settings, run_id(self._paths)), epoch)
         if progress != Progress():
             publisher.resume(epoch)
-            publisher.send(publisher.collect(epoch))
         return publisher
 
     def _conclude(self, machinery: Machinery, loop: Loop, progress: Progress) -> None:
         outcome = "finished" if progress.is_finished else "stopped"
         loop.report(progress, state=outcome)
-        reason = (
-            ""
-            if progress.is_finished
-            else f" at {progress} ({machinery.stop_requests.reason or 'asked by another process'})"
-        )
+        asked_by = machinery.stop_requests.reason or "asked by another process"
+        reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
         for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ _COMPARED = ("torch", "numpy", "python", "threads")
 def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
     """Return everything worth knowing of this start; the same call on every rank."""
     return {
+        "id": uuid.uuid4().hex,
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "host": socket.gethostname(),
@@ -74,6 +77,11 @@ def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
         # It is written anew with each start: one that cannot be read must not be lost by that.
         raise PipelineError(f"{error.filename} cannot be read: {error.strerror}.\n  fix: move it away.") from error
     return [_parsed(line) for line in content.decode(errors="replace").splitlines()]
+
+
+def run_id(paths: ExperimentPaths) -> str:
+    """Return what names an experiment from its first start to its reset."""
+    return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""What the files of offline W&B runs hold: a killed run leaves as much as had been written out of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 15
+_FILE_HEADER = 7
+_HEADER = 7
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def history_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield each logged row with its values as JSON texts, as far as the file can be read."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    decode: Any = Record.FromString
+    for content in _records(path.read_bytes()):
+        try:
+            items = decode(content).history.item
+        except DecodeError:
+            return
+        if items:
+            yield {item.key or item.nested_key[0]: item.value_json for item in items}
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a log of blocks, in which a record may be cut into pieces; a torn end is left out."""
+    place, pieces = _FILE_HEADER, list[bytes]()
+    while place + _HEADER <= len(content):
+        if (left := _BLOCK - place % _BLOCK) < _HEADER:
+            place += left
+            continue
+        end = place + _HEADER + int.from_bytes(content[place + 4 : place + 6], "little")
+        kind = content[place + 6]
+        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST) or end > len(content):
+            return
+        pieces.append(content[place + _HEADER : end])
+        place = end
+        if kind in (_WHOLE, _LAST):
+            yield b"".join(pieces)
+            pieces = []
