@@ -7,6 +7,8 @@ import os
 import re
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,12 @@ DATABASE = "mlflow.db"
 _MOST_METRICS = 1000
 _MOST_PARAMETERS = 100
 _LONGEST_PARAMETER = 500
-# MLflow's own patience is an hour, and training would wait with it.
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+# MLflow would wait long for a server that does not answer, and training with it; and it reports its own use elsewhere.
+_VARIABLES = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 
 
 class Mlflow(BaseTracker):
@@ -31,12 +37,12 @@ class Mlflow(BaseTracker):
         self._last: dict[str, int] = {}
 
     def begin(self, run: TrackedRun) -> int | None:
-        for variable, value in _PATIENCE.items():
+        for variable, value in _VARIABLES.items():
             os.environ.setdefault(variable, value)
-        import mlflow
+        from mlflow import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._client: Any = mlflow.MlflowClient(self._settings.tracking_uri or f"sqlite:///{run.folder / DATABASE}")
+        self._client: Any = MlflowClient(self._settings.tracking_uri or _database(run.folder))
         self._run_id = self._found(run)
         for tag in self._client.get_run(self._run_id).data.metrics:
             self._last[tag] = max(metric.step for metric in self._client.get_metric_history(self._run_id, tag))
@@ -83,7 +89,20 @@ class Mlflow(BaseTracker):
         self._client.set_terminated(self._run_id)
 
 
-def _flat(value: Any, prefix: str = "") -> Any:
+def _database(folder: Path) -> str:
+    """Return the address of the database below the logs; it appears as a whole, because one half made is of no use."""
+    from mlflow import MlflowClient
+
+    if not (folder / DATABASE).exists():
+        for leftover in folder.glob("*.new"):
+            leftover.unlink()
+        staging = folder / f"{uuid.uuid4().hex}.new"
+        MlflowClient(f"sqlite:///{staging}").search_experiments()
+        staging.replace(folder / DATABASE)
+    return f"sqlite:///{folder / DATABASE}"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every setting with the path that leads to it."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():

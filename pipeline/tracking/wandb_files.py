@@ -18,7 +18,7 @@ def history_rows(path: Path) -> Iterator[dict[str, str]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     decode: Any = Record.FromString
-    for content in _records(path.read_bytes()):
+    for content in records(path.read_bytes()):
         try:
             items = decode(content).history.item
         except DecodeError:
@@ -27,7 +27,7 @@ def history_rows(path: Path) -> Iterator[dict[str, str]]:
             yield {item.key or item.nested_key[0]: item.value_json for item in items}
 
 
-def _records(content: bytes) -> Iterator[bytes]:
+def records(content: bytes) -> Iterator[bytes]:
     """Yield the records of a log of blocks, in which a record may be cut into pieces; a torn end is left out."""
     place, pieces = _FILE_HEADER, list[bytes]()
     while place + _HEADER <= len(content):
