@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pipeline.arguments import Arguments, is_rank_zero
 from pipeline.errors import PipelineError
+from pipeline.experiment.user_code import author_frames
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.run import Watch, run
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
@@ -81,19 +82,11 @@ def _tell_crash(error: BaseException, processes: Processes, paths: ExperimentPat
         if not processes.is_rank_zero:
             start_file(paths.name, paths.log_file)
         log_file_only(f"rank {processes.rank} failed:\n{whole}")
-    print(f"\nrank {processes.rank} failed:\n{_own_frames(error) or whole}", file=sys.stderr)
+    print(f"\nrank {processes.rank} failed:\n{author_frames(error) or whole}", file=sys.stderr)
     if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
         print(_OUT_OF_MEMORY, file=sys.stderr)
     sys.stderr.flush()
     _record(error)
-
-
-def _own_frames(error: BaseException) -> str:
-    """Return the traceback reduced to the author's own files, or nothing if none of them is involved."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/pymodules/" in frame.filename]
-    if not frames:
-        return ""
-    return "".join([*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)])
 
 
 def _record(error: BaseException) -> None:

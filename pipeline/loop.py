@@ -4,108 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import InvalidExperiment, Problem
-from pipeline.experiment.assembly import Experiment
-from pipeline.experiment.persisted import PersistedParts
-from pipeline.experiment.records import Records
-from pipeline.paths import ExperimentPaths
+from pipeline.machinery import Machinery
 from pipeline.progress import EVALUATION, TRAINING, Progress
-from pipeline.results.commits import Commits
-from pipeline.results.status import StatusFile
-from pipeline.results.store import ResultsStore
+from pipeline.results.journal import EPOCH
 from pipeline.runtime.durable import Changes
 from pipeline.runtime.logs import LOGGER
-from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
-from pipeline.runtime.signals import StopRequests
-from pipeline.stages.batches import BatchRunner
-from pipeline.stages.evaluation import EvaluationStage
-from pipeline.stages.gradients import GradientEngine, Wishes
-from pipeline.stages.pictures import Pictures
-from pipeline.stages.plan import StepPlan
-from pipeline.stages.training import StepReport, TrainingStage
+from pipeline.runtime.wording import shown_duration
+from pipeline.stages.gradients import Wishes
+from pipeline.stages.training import StepReport
 from pipeline.tracking.bar import ProgressBar
 from pipeline.tracking.blocks import latest_values
-from pipeline.tracking.lines import memory_in_mb, shown_duration, shown_losses, shown_rates, train_line, val_line
+from pipeline.tracking.lines import memory_in_mb, shown_losses, shown_rates, train_line, val_line
+from pipeline.tracking.pace import Pace
 from pipeline.tracking.publisher import Publisher
-
-
-@dataclass
-class Machinery:
-    """The parts a loop drives; rank zero alone has a store, a status file and trackers that do anything."""
-
-    paths: ExperimentPaths
-    processes: Processes
-    experiment: Experiment
-    records: Records
-    parts: PersistedParts
-    module_transforms: dict[str, Any]
-    engine: GradientEngine
-    runners: tuple[BatchRunner, BatchRunner]
-    training: TrainingStage
-    evaluation: EvaluationStage
-    pictures: Pictures
-    store: ResultsStore
-    commits: Commits
-    status: StatusFile
-    stop_requests: StopRequests
-
-    def close(self) -> None:
-        """End what runs beside the loop: loader workers, and the thread that commits once it has nothing left to do."""
-        self.commits.close()
-        for runner in self.runners:
-            runner.close()
-
-    def create_module_transforms(self) -> None:
-        """Create the module transforms, once the counters have counted or were restored."""
-        components = self.experiment.components
-        counters = {name: entry.counter for name, entry in components.data_counters.items()}
-        key_generators(self.experiment.settings.training.seed, "module transforms")
-        for name, definition in components.module_transforms.items():
-            self.module_transforms[name] = definition.create(dict(counters), self.processes.device, LOGGER)
-
-
-def build_machinery(
-    paths: ExperimentPaths, processes: Processes, experiment: Experiment, store: ResultsStore
-) -> Machinery:
-    """Put together what an assembled experiment needs to run on these processes."""
-    records = Records(experiment.settings.loss_registers, experiment.learning_rates())
-    engine = GradientEngine(experiment, processes)
-    transforms: dict[str, Any] = {}
-    train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
-    training = TrainingStage(experiment, processes, train, engine, records)
-    if experiment.settings.training.sync_batchnorm:
-        _check_even_steps(training.plan, processes)
-    return Machinery(
-        paths=paths,
-        processes=processes,
-        experiment=experiment,
-        records=records,
-        parts=PersistedParts(experiment, records),
-        module_transforms=transforms,
-        engine=engine,
-        runners=(train, val),
-        training=training,
-        evaluation=EvaluationStage(experiment, processes, val, engine, records),
-        pictures=Pictures(experiment, val, transforms),
-        store=store,
-        commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
-        status=StatusFile(paths.status_file),
-        stop_requests=StopRequests(
-            paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
-        ),
-    )
-
-
-def _check_even_steps(plan: StepPlan, processes: Processes) -> None:
-    """SyncBatchNorm waits for all ranks in every batch, so all must have the same number of them."""
-    if any(len(plan.step(index)) % processes.world_size for index in range(len(plan))):
-        what = f"needs steps whose number of batches is a multiple of {processes.world_size}, but some are not"
-        fix = "set it to false, or choose step_min_items, batch sizes and splits that divide evenly"
-        raise InvalidExperiment([Problem("settings/training.json (sync_batchnorm)", what, fix)]).shared()
 
 
 class Loop:
@@ -117,7 +31,7 @@ class Loop:
         self._components = machinery.experiment.components
         self.best: dict[str, Any] = run_state.get("best", {})
         self._committed_at = time.monotonic()
-        self._step_seconds: float | None = None
+        self._pace = Pace()
         self._kept_pools: list[str] = []
 
     def run(self, progress: Progress, stop_after_epoch: int | None) -> Progress:
@@ -139,6 +53,7 @@ class Loop:
         epoch, total = progress.epoch, len(self._m.training.plan)
         updates, enabled = self._settings.logging.train_updates, self._shows_bars
         self._publisher.begin_epoch() if progress.step == 0 else None
+        self._pace.begin_epoch(progress.step)
         with ProgressBar(f"train {epoch}", total, progress.step, updates, enabled=enabled) as bar:
             for report in self._m.training.run(epoch, progress.step, self._wishes):
                 self._after_step(epoch, report)
@@ -149,11 +64,13 @@ class Loop:
                     self._m.training.flush()
                     self._commit(self._m.parts.running_epoch, here)
                     if report.verdict.stop:
+                        self._note_epoch("train", epoch)
                         return here
         if self._settings.training.evaluation_interval:
             following = progress.next(evaluate=self._evaluates(epoch))
         else:
             following = self._judge(progress)
+        self._note_epoch("train", epoch)
         self._commit(lambda: self._trained_epoch(epoch), following)
         return following
 
@@ -174,6 +91,7 @@ class Loop:
         if not self._settings.training.evaluation_interval:
             return self._without_validation(progress)
         self.report(progress)
+        self._pace.begin_epoch(0)
         updates = self._settings.logging.eval_updates
         with ProgressBar(f"val {epoch}", stage.num_rounds, 0, updates, enabled=self._shows_bars) as bar:
             for stopped in stage.run(epoch, self._m.stop_requests.asked):
@@ -184,6 +102,7 @@ class Loop:
         if self._m.processes.is_rank_zero:
             self._publisher.keep_images(epoch, lambda: self._m.pictures.take(epoch))
         following = self._judge(progress)
+        self._note_epoch("val", epoch)
         values = shown_losses(self._m.records.losses, "val", self._weights())
         LOGGER.info(val_line(epoch, stage.num_rounds, values))
         self._commit(lambda: self._evaluated_epoch(epoch), following)
@@ -225,8 +144,7 @@ class Loop:
 
     def _after_step(self, epoch: int, report: StepReport) -> None:
         self._m.commits.poll()
-        known = report.seconds if self._step_seconds is None else self._step_seconds
-        self._step_seconds = 0.9 * known + 0.1 * report.seconds
+        self._pace.add(report.step, report.seconds, report.data_seconds)
         if report.verdict.skipped:
             LOGGER.warning(
                 "Epoch %d, step %d skipped on all ranks: a loss or gradient is not finite.", epoch, report.step
@@ -236,9 +154,7 @@ class Loop:
             self._m.training.flush()
             self._log_step(epoch, report, (report.step - 1) % every + 1)
         if self._m.processes.is_rank_zero and self._m.status.is_due():
-            self.report(
-                Progress(TRAINING, epoch, report.step), num_steps=report.num_steps, eta=self._eta(epoch, report)
-            )
+            self.report(Progress(TRAINING, epoch, report.step), **self._speed(epoch, report))
 
     def _log_step(self, epoch: int, report: StepReport, num_steps: int) -> None:
         values = {
@@ -255,7 +171,23 @@ class Loop:
         """Return the seconds left: of the experiment if its last epoch is known, else of the epoch."""
         last_epoch = getattr(self._components.early_stopper, "max_epochs", None) or epoch
         num_steps = report.num_steps - report.step + max(0, last_epoch - epoch) * report.num_steps
-        return num_steps * (self._step_seconds or 0.0)
+        return self._pace.seconds_for(num_steps)
+
+    def _speed(self, epoch: int, report: StepReport) -> dict[str, Any]:
+        """Return what the status file says of a running epoch beside its place."""
+        return {
+            "num_steps": report.num_steps,
+            "max_epochs": getattr(self._components.early_stopper, "max_epochs", None),
+            "step_seconds": self._pace.step_seconds,
+            "eta": self._eta(epoch, report),
+            "epoch_eta": self._pace.seconds_for(report.num_steps - report.step),
+            "memory": memory_in_mb(self._m.processes.device),
+        }
+
+    def _note_epoch(self, split: str, epoch: int) -> None:
+        if self._m.processes.is_rank_zero:
+            memory = memory_in_mb(self._m.processes.device)
+            self._m.journal.note(EPOCH, split=split, epoch=epoch, memory=memory, **self._pace.epoch())
 
     def _weights(self) -> dict[str, float]:
         return {

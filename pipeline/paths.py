@@ -127,6 +127,10 @@ class ExperimentPaths:
         return self.logs / "train.log"
 
     @property
+    def journal_file(self) -> Path:
+        return self.logs / "journal.jsonl"
+
+    @property
     def images(self) -> Path:
         return self.logs / "images"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,22 +20,26 @@ from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, r
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
+from pipeline.experiment.user_code import author_frames
 from pipeline.experiment.weights import load_initial_weights
-from pipeline.loop import Loop, Machinery, build_machinery
+from pipeline.loop import Loop
+from pipeline.machinery import Machinery, build_machinery
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
 from pipeline.results.copies import copy_folder, differing_files, digest_folder
+from pipeline.results.journal import END, START
 from pipeline.results.lock import RunLock
-from pipeline.results.manifest import Manifest
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
-from pipeline.results.provenance import describe_start, differences, read_starts, record_start, run_id
+from pipeline.results.provenance import describe_start
+from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.store import ResultsStore, is_settled, peek
+from pipeline.results.starts import differences, read_starts, record_start, run_id
+from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
-from pipeline.tracking.blocks import first_block, last_block, next_line, shown_values, step_lines
+from pipeline.tracking.blocks import first_block, last_block, next_line, step_lines
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
 
@@ -62,28 +67,14 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
-    """Leave a finished experiment alone, unless it was killed between its last commit and its end."""
-    if not is_settled(paths):
-        lock = RunLock(paths, disk)
-        lock.acquire()
-        store = ResultsStore(paths, disk, lock.claim)
-        store.recover(PersistedParts.is_needed)
-        if store.current.progress.is_finished:
-            publish_rest(paths, store.current.progress.epoch, run_id(paths))
-        lock.release()
-        if not store.current.progress.is_finished:
-            raise DamagedResults(
-                f"{paths.name} was finished, but its last commit is damaged; data/ shows the one before."
-            )
-    _say_finished(paths, peek(paths))
+    settle(paths, disk, PersistedParts.is_needed, lambda epoch: publish_rest(paths, epoch, run_id(paths)))
+    for line in finished_lines(paths):
+        LOGGER.info(line)
 
 
-def _say_finished(paths: ExperimentPaths, manifest: Manifest | None) -> None:
-    state = manifest.run_state if manifest else {}
-    best = state.get("best")
-    value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""
-    LOGGER.info("Experiment %s finished on %s; nothing to do.%s", paths.name, state.get("time", "?"), value)
-    LOGGER.info("  a variant: python -m pipeline new VARIANT --from %s", paths.name)
+def _told(error: BaseException) -> str:
+    """Return what a journal should say of an error: the author's own frames if there are any."""
+    return author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
 
 
 class _Run:
@@ -119,6 +110,9 @@ class _Run:
         self._introduce(machinery, progress)
         try:
             return self._loop(machinery, progress, run_state)
+        except BaseException as error:
+            machinery.journal.note(END, outcome="failed", error=_told(error))
+            raise
         finally:
             machinery.close()
 
@@ -238,12 +232,14 @@ class _Run:
     def _introduce(self, machinery: Machinery, progress: Progress) -> None:
         """Open the log, write down this start and say what is about to happen."""
         start = describe_start(self._processes, progress)
+        earlier = self._processes.on_rank_zero(lambda: read_starts(self._paths))
+        machinery.journal.start = len(earlier) + 1
         if not self._processes.is_rank_zero:
             return
         self._paths.error_files.mkdir(parents=True, exist_ok=True)
         start_file(self._paths.name, self._paths.log_file)
-        earlier = read_starts(self._paths)
         record_start(self._paths, start, self._disk, self._lock.claim.folder)
+        machinery.journal.note(START, at=progress.as_json())
         found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "starts"
         plan = machinery.training.plan
         lines = [
@@ -294,6 +290,7 @@ class _Run:
         loop.report(progress, state=outcome)
         asked_by = machinery.stop_requests.reason or "asked by another process"
         reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
+        machinery.journal.note(END, outcome=outcome, at=progress.as_json(), reason=machinery.stop_requests.reason)
         for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))

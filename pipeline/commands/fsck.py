@@ -11,7 +11,7 @@ from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.inspection import Inspection, inspect
 from pipeline.results.lock import check_free
 from pipeline.results.situation import check_results_exist
-from pipeline.runtime.durable import shown_bytes
+from pipeline.runtime.wording import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline fsck digits"
 _SHOWN = 20

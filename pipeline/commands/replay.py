@@ -23,8 +23,8 @@ from pipeline.results.generations import Generations
 from pipeline.results.inspection import inspect
 from pipeline.results.lock import check_free
 from pipeline.results.manifest import Manifest, State, sealed_json
-from pipeline.results.provenance import read_starts
 from pipeline.results.situation import check_results_exist
+from pipeline.results.starts import read_starts
 from pipeline.results.store import peek
 
 EXAMPLE = "example:\n  python -m pipeline replay digits --epoch 3 --step 17"

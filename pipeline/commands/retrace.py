@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from pipeline.arguments import parse_arguments
 from pipeline.entry import attempt, leave
-from pipeline.loop import Machinery
+from pipeline.machinery import Machinery
 from pipeline.paths import ExperimentPaths, results_names
 from pipeline.runtime.fingerprint import fingerprint
 from pipeline.stages.gradients import Verdict

@@ -15,7 +15,7 @@ from pipeline.errors import Problem, nearest
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.settings import Settings
 from pipeline.experiment.user_code import user_problem
-from pipeline.runtime.safe_loading import is_entry_name
+from pipeline.runtime.safe_archives import is_entry_name
 
 Splits = dict[str, dict[str, np.ndarray]]
 _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")

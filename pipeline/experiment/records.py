@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.components import Losses, LossRecord
 from pipeline.experiment.settings import LossRegister
 from pipeline.runtime.durable import Writer
-from pipeline.runtime.safe_loading import columns_of
+from pipeline.runtime.safe_archives import columns_of
 
 SPLITS = ("train", "val")
 _EPOCH_FIELDS = ("epochs", "epoch_means", "epoch_totals", "epoch_items")

@@ -8,6 +8,14 @@ from pathlib import Path
 from pipeline.errors import Problem
 
 
+def author_frames(error: BaseException) -> str:
+    """Return the traceback reduced to the author's own files, or nothing if none of them is involved."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/pymodules/" in frame.filename]
+    if not frames:
+        return ""
+    return "".join([*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)])
+
+
 def user_problem(error: BaseException, folder: Path, otherwise: str, must: str) -> Problem:
     """Return what an exception says, placed at the innermost frame inside ``folder``."""
     if isinstance(error, SyntaxError) and error.filename:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.runtime.safe_loading import load_arrays, load_tensors
+from pipeline.runtime.safe_archives import load_arrays
+from pipeline.runtime.safe_loading import load_tensors
 
 
 def first_difference(left: Path, right: Path) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import socket
@@ -11,21 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
 import pipeline
-from pipeline.errors import PipelineError
-from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
-from pipeline.runtime.durable import Disk, bytes_writer
 from pipeline.runtime.processes import Processes
-from pipeline.runtime.regular_files import read_regular
-
-_COMPARED = ("torch", "numpy", "python", "threads")
 
 
 def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
@@ -65,44 +56,3 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
-    """Return what each start so far has said of itself."""
-    try:
-        content = read_regular(paths.starts_file)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        # It is written anew with each start: one that cannot be read must not be lost by that.
-        raise PipelineError(f"{error.filename} cannot be read: {error.strerror}.\n  fix: move it away.") from error
-    return [_parsed(line) for line in content.decode(errors="replace").splitlines()]
-
-
-def run_id(paths: ExperimentPaths) -> str:
-    """Return what names an experiment from its first start to its reset."""
-    return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """Keep a line that cannot be read for those who can make something of it."""
-    try:
-        start = json.loads(line)
-    except (ValueError, RecursionError):
-        return {"unreadable": line}
-    return start if isinstance(start, dict) else {"unreadable": line}
-
-
-def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk, staging: Path) -> None:
-    """Add one line to the list of starts, atomically."""
-    lines = [json.dumps(known, sort_keys=True) + "\n" for known in [*read_starts(paths), start]]
-    disk.replace_file(paths.starts_file, bytes_writer("".join(lines).encode()), staging / paths.starts_file.name)
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return what a resumed run has otherwise than the one before it."""
-    return [
-        f"{name} {before[name]} → {now[name]}"
-        for name in ("world_size", "backend", *_COMPARED)
-        if name in before and before[name] != now[name]
-    ]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pipeline.errors import PipelineError
+from pipeline.runtime.wording import shown_bytes
 
 Result = TypeVar("Result")
 Writer = Callable[[BinaryIO], None]
@@ -225,15 +226,6 @@ def _begin_storing(descriptor: int, offset: int, count: int) -> None:
 
 _DIGESTING = ThreadPoolExecutor(1, thread_name_prefix="digest")
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
-
-
-def shown_bytes(count: float) -> str:
-    """Return a size as people read it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -17,7 +17,8 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.runtime.processes import Processes
-from pipeline.tracking.lines import shown_duration, shown_rates
+from pipeline.runtime.wording import shown_duration, shown_values
+from pipeline.tracking.lines import shown_rates
 
 _GB = 1e9
 # Where a tracker has left something below the logs, and how it is looked at.
@@ -102,10 +103,6 @@ def next_line(paths: ExperimentPaths, progress: Progress) -> str:
     if progress.is_finished:
         return f"next: python -m pipeline new VARIANT --from {paths.name}    (a variant of this experiment)"
     return f"next: {command_line(paths.name, paths.home, '--resume')}    (continues at {progress})"
-
-
-def shown_values(values: dict[str, float | None]) -> str:
-    return ", ".join(f"{name}: {'nan' if value is None else f'{value:.4f}'}" for name, value in values.items())
 
 
 def latest_values(losses: Losses, split: str) -> dict[str, float | None]:

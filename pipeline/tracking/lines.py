@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
 
@@ -44,10 +43,6 @@ def shown_losses(
 def shown_rates(rates: Mapping[str, Mapping[str, float]]) -> str:
     """Return the learning rates in force, those that are alike only once."""
     return "/".join(dict.fromkeys(f"{rate:.3e}" for groups in rates.values() for rate in groups.values()))
-
-
-def shown_duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
 
 
 def memory_in_mb(device: torch.device) -> int:

@@ -18,6 +18,7 @@ LAYERS = [
     {"components"},
     {"experiment"},
     {"stages", "results", "tracking"},
+    {"machinery"},
     {"loop"},
     {"run"},
     {"entry"},

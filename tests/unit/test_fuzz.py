@@ -28,8 +28,8 @@ from pipeline.progress import TRAINING, Progress
 from pipeline.results.lock import RunLock, check_free, read_owner
 from pipeline.results.manifest import MANIFEST_FILE, read_sealed_json, sealed_json
 from pipeline.results.preparation import open_fresh, reset
-from pipeline.results.provenance import read_starts, record_start
 from pipeline.results.situation import decide, look
+from pipeline.results.starts import read_starts, record_start
 from pipeline.results.store import SEALED_FILE, ResultsStore, is_settled
 from pipeline.runtime.durable import Changes, Disk, bytes_writer
 from pipeline.runtime.safe_loading import load_tensors

@@ -15,7 +15,8 @@ import torch
 from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.provenance import describe_start, differences, read_starts, record_start
+from pipeline.results.provenance import describe_start
+from pipeline.results.starts import differences, read_starts, record_start
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.processes import Processes
 

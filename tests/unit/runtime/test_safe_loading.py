@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import UnreadableFile
-from pipeline.runtime.safe_loading import load_arrays, load_tensors
+from pipeline.runtime.safe_archives import load_arrays
+from pipeline.runtime.safe_loading import load_tensors
 from tests.support.hostile import Call, Stored, Tensor, absurd_arrays, compressed, repacked, save_hostile
 
 MEGABYTE = 1 << 20

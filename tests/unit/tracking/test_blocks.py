@@ -10,7 +10,8 @@ from pipeline.components import LossRecord
 from pipeline.errors import StateConflict
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import FINISHED, TRAINING, Progress
-from pipeline.tracking.blocks import latest_values, next_line, shown_values
+from pipeline.runtime.wording import shown_values
+from pipeline.tracking.blocks import latest_values, next_line
 from tests.support.running import run_inside
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipeline.components import Losses, LossRecord
+from pipeline.runtime.wording import shown_duration
 from pipeline.tracking.lines import (
     memory_in_mb,
-    shown_duration,
     shown_losses,
     shown_rates,
     train_line,

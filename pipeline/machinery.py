@@ -1,0 +1,103 @@
+"""What an assembled experiment needs to run on these processes, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import InvalidExperiment, Problem
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.persisted import PersistedParts
+from pipeline.experiment.records import Records
+from pipeline.paths import ExperimentPaths
+from pipeline.results.commits import Commits
+from pipeline.results.journal import Journal
+from pipeline.results.status import StatusFile
+from pipeline.results.store import ResultsStore
+from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import key_generators
+from pipeline.runtime.signals import StopRequests
+from pipeline.stages.batches import BatchRunner
+from pipeline.stages.evaluation import EvaluationStage
+from pipeline.stages.gradients import GradientEngine
+from pipeline.stages.pictures import Pictures
+from pipeline.stages.plan import StepPlan
+from pipeline.stages.training import TrainingStage
+
+
+@dataclass
+class Machinery:
+    """The parts a loop drives; rank zero alone has a store, a status file and trackers that do anything."""
+
+    paths: ExperimentPaths
+    processes: Processes
+    experiment: Experiment
+    records: Records
+    parts: PersistedParts
+    module_transforms: dict[str, Any]
+    engine: GradientEngine
+    runners: tuple[BatchRunner, BatchRunner]
+    training: TrainingStage
+    evaluation: EvaluationStage
+    pictures: Pictures
+    store: ResultsStore
+    commits: Commits
+    status: StatusFile
+    journal: Journal
+    stop_requests: StopRequests
+
+    def close(self) -> None:
+        """End what runs beside the loop: loader workers, and the thread that commits once it has nothing left to do."""
+        self.commits.close()
+        for runner in self.runners:
+            runner.close()
+
+    def create_module_transforms(self) -> None:
+        """Create the module transforms, once the counters have counted or were restored."""
+        components = self.experiment.components
+        counters = {name: entry.counter for name, entry in components.data_counters.items()}
+        key_generators(self.experiment.settings.training.seed, "module transforms")
+        for name, definition in components.module_transforms.items():
+            self.module_transforms[name] = definition.create(dict(counters), self.processes.device, LOGGER)
+
+
+def build_machinery(
+    paths: ExperimentPaths, processes: Processes, experiment: Experiment, store: ResultsStore
+) -> Machinery:
+    """Put together what an assembled experiment needs to run on these processes."""
+    records = Records(experiment.settings.loss_registers, experiment.learning_rates())
+    engine = GradientEngine(experiment, processes)
+    transforms: dict[str, Any] = {}
+    train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
+    training = TrainingStage(experiment, processes, train, engine, records)
+    if experiment.settings.training.sync_batchnorm:
+        _check_even_steps(training.plan, processes)
+    return Machinery(
+        paths=paths,
+        processes=processes,
+        experiment=experiment,
+        records=records,
+        parts=PersistedParts(experiment, records),
+        module_transforms=transforms,
+        engine=engine,
+        runners=(train, val),
+        training=training,
+        evaluation=EvaluationStage(experiment, processes, val, engine, records),
+        pictures=Pictures(experiment, val, transforms),
+        store=store,
+        commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
+        status=StatusFile(paths.status_file),
+        journal=Journal(paths.journal_file, processes.rank),
+        stop_requests=StopRequests(
+            paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
+        ),
+    )
+
+
+def _check_even_steps(plan: StepPlan, processes: Processes) -> None:
+    """SyncBatchNorm waits for all ranks in every batch, so all must have the same number of them."""
+    if any(len(plan.step(index)) % processes.world_size for index in range(len(plan))):
+        what = f"needs steps whose number of batches is a multiple of {processes.world_size}, but some are not"
+        fix = "set it to false, or choose step_min_items, batch sizes and splits that divide evenly"
+        raise InvalidExperiment([Problem("settings/training.json (sync_batchnorm)", what, fix)]).shared()
