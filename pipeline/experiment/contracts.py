@@ -195,7 +195,7 @@ class ContractReader:
         elif inspect.isclass(create) and not _takes(inspect.getattr_static(create, "__call__", list), 3):
             self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
         elif hasattr(create, "images") and not _takes(create.images, 3):
-            self._broken(module, "ModuleTransform", "may have a method images(self, batch, modules), but not otherwise")
+            self._broken(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
 
     def _tracker(self, module: ModuleType) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,6 @@ from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
 from pipeline.experiment.settings import WandbSettings
-from pipeline.tracking.wandb_files import history_rows
 
 STEP = "step"
 _SECONDS = 60
@@ -21,45 +20,44 @@ _ROWS_LOOKED_AT = 10_000
 
 
 class Wandb(BaseTracker):
-    """Sends one row per step, and only what the run does not have yet.
+    """Sends one row per step; rows are numbered, and carry the step as a value, because W&B takes each number once.
 
-    Rows are numbered through all starts and carry the step as a value, because W&B drops rows whose number it has had.
-    What a kill has lost is always the end of what was sent: W&B buffers rows for seconds or, offline, for many of them.
+    Online, only what the server has not got is sent: a kill loses the end of what was sent before it. Offline, a kill
+    may lose everything, and what syncing does to several folders of one run differs between versions of W&B. So each
+    start writes the whole run into a folder of its own, and the folders it has outgrown are removed.
     """
 
     def __init__(self, settings: WandbSettings) -> None:
         self._settings = settings
+        self._is_online = settings.mode == "online"
         self._last: dict[str, int] = {}
+        self._fullest: Path | None = None
+        self._row = 0
 
     def begin(self, run: TrackedRun) -> int | None:
-        if self._settings.mode == "offline":
+        if not self._is_online:
             # Reports of W&B's own errors would go over the network.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            self._fullest = _fullest(run)
         import wandb
 
         self._wandb: Any = wandb
-        earlier = sorted(run.folder.glob(f"*-{run.run_id}*/run-{run.run_id}.wandb"))
         self._run = self._opened(run)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        if self._settings.mode == "online":
-            self._row = int(self._run.starting_step)
-            self._learn(self._server_rows() if self._row else [])
-        else:
-            self._row = 0
-            for file in earlier:
-                self._learn({tag: json.loads(text) for tag, text in row.items()} for row in history_rows(file))
+        self._row = int(self._run.starting_step)
+        if self._row:
+            self._learn(self._server_rows())
         return max(self._last.values(), default=0)
 
     def _opened(self, run: TrackedRun) -> Any:
-        is_online = self._settings.mode == "online"
         return self._wandb.init(
             id=run.run_id,
             name=run.experiment,
             project=self._settings.project,
             entity=self._settings.entity,
             mode=self._settings.mode,
-            resume="allow" if is_online else None,
+            resume="allow" if self._is_online else None,
             # W&B adds a folder "wandb" of its own.
             dir=run.folder.parent,
             config=run.settings,
@@ -81,7 +79,6 @@ class Wandb(BaseTracker):
 
     def _learn(self, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
-            self._row = max(self._row, int(row["_step"]) + 1)
             for tag, value in row.items():
                 if value is not None and not tag.startswith("_"):
                     self._last[tag] = max(self._last.get(tag, -1), int(row[STEP]))
@@ -110,3 +107,19 @@ class Wandb(BaseTracker):
 
     def close(self) -> None:
         self._run.finish()
+        # The process beside this one has written all it has to only when it is gone.
+        self._wandb.teardown()
+        if self._fullest and _size(self._fullest) <= _size(Path(self._run.settings.sync_file)):
+            shutil.rmtree(self._fullest.parent)
+
+
+def _fullest(run: TrackedRun) -> Path | None:
+    """Return which file of earlier starts holds the most; the others, some of them empty, hold the same and go."""
+    *others, fullest = [None, *sorted(run.folder.glob(f"offline-run-*-{run.run_id}*/run-*.wandb"), key=_size)]
+    for file in filter(None, others):
+        shutil.rmtree(file.parent)
+    return fullest
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size

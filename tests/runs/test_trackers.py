@@ -33,13 +33,14 @@ from tests.support.mirrors import (
     wandb_series,
 )
 from tests.support.running import ENTRY, environment, run_inside, run_process
-from tests.support.tracked import OWN_TRACKER, own_lines, own_series, with_images, write_tracked
+from tests.support.tracked import OWN_TRACKER, documented_series, own_lines, own_series, with_images, write_tracked
 
 SERIES = {
     "tensorboard": tensorboard_series,
     "wandb": wandb_series,
     "mlflow": mlflow_series,
     "own": own_series,
+    "documented": documented_series,
 }
 IMAGES = {"tensorboard": tensorboard_images, "wandb": wandb_images, "mlflow": mlflow_images}
 NUM_STEPS = 5

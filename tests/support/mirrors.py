@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-from pipeline.tracking.wandb_files import records
+from tests.support.wandb_files import records
 
 Series = dict[str, list[tuple[int, float]]]
 Images = dict[tuple[str, int], bytes]
@@ -36,23 +36,22 @@ def tensorboard_images(logs: Path) -> Images:
     return images
 
 
-def _rows(logs: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return all rows of all starts as W&B's own messages tell them; no two have the same number."""
-    rows = []
-    for file in sorted((logs / "wandb").glob("offline-run-*/run-*.wandb")):
-        histories = [Record.FromString(content).history.item for content in records(file.read_bytes())]
-        found = [
-            {"//".join([one.key or one.nested_key[0], *one.nested_key[1:]]): one for one in row} for row in histories
-        ]
-        rows += [(file.parent, {tag: json.loads(one.value_json) for tag, one in row.items()}) for row in found if row]
-    numbers = [row["_step"] for _, row in rows]
-    assert numbers == sorted(set(numbers)), "W&B would drop a row"
-    return rows
+def _rows(logs: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the rows of the one folder that a run leaves, as W&B's own messages tell them, and the folder."""
+    (file,) = (logs / "wandb").glob("offline-run-*/run-*.wandb")
+    found = [Record.FromString(content).history.item for content in records(file.read_bytes())]
+    rows = [{_tag(item): json.loads(item.value_json) for item in row} for row in found if row]
+    assert [row["_step"] for row in rows] == list(range(len(rows))), "W&B would drop a row"
+    return file.parent, rows
+
+
+def _tag(item: Any) -> str:
+    return "//".join(filter(None, [item.key, *item.nested_key]))
 
 
 def wandb_series(logs: Path) -> Series:
     series: Series = {}
-    for _, row in _rows(logs):
+    for row in _rows(logs)[1]:
         for tag, value in row.items():
             if tag != "step" and not tag.startswith(("_", "images/")):
                 series.setdefault(tag, []).append((row["step"], value))
@@ -61,10 +60,10 @@ def wandb_series(logs: Path) -> Series:
 
 def wandb_images(logs: Path) -> Images:
     """Return every image from the file that its row names."""
-    tagged = [(folder, row, tag) for folder, row in _rows(logs) for tag in row if tag.endswith("//path")]
+    folder, rows = _rows(logs)
+    tagged = [(row, tag) for row in rows for tag in row if tag.endswith("//path")]
     images = {
-        (tag.removesuffix("//path"), row["step"]): (folder / "files" / row[tag]).read_bytes()
-        for folder, row, tag in tagged
+        (tag.removesuffix("//path"), row["step"]): (folder / "files" / row[tag]).read_bytes() for row, tag in tagged
     }
     assert len(images) == len(tagged), "an image is there twice"
     return images

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ LOGGING: dict[str, Any] = {
     "wandb": {"enabled": True, "mode": "offline"},
     "mlflow": {"enabled": True},
 }
+DOCUMENTED_TRACKER = re.findall(
+    r"^```python\n(.*?)^```$",
+    (Path(__file__).parents[2] / "docs/pymodules/trackers.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)[0]
 OWN_TRACKER = """
     import json
 
@@ -58,7 +65,11 @@ def with_images(module_transform: str) -> str:
 def write_tracked(home: Path, files: dict[str, str | None] | None = None, **settings: Any) -> Path:
     """Write the tiny experiment with trackers; dataset b inherits the images of a."""
     transform = with_images(FILES["pymodules/module_transforms/a.py"])
-    own = {"pymodules/trackers/lines.py": OWN_TRACKER, "pymodules/module_transforms/a.py": transform}
+    own = {
+        "pymodules/trackers/lines.py": OWN_TRACKER,
+        "pymodules/trackers/table.py": DOCUMENTED_TRACKER,
+        "pymodules/module_transforms/a.py": transform,
+    }
     logging = {"progress_bar": {"enabled": False}, **LOGGING}
     return write_experiment(home, files={**own, **(files or {})}, logging=logging, **settings)
 
@@ -79,4 +90,13 @@ def own_series(logs: Path) -> Series:
     series: Series = {}
     for (tag, step), value in sorted(points.items()):
         series.setdefault(tag, []).append((step, value))
+    return series
+
+
+def documented_series(logs: Path) -> Series:
+    """Return what the example in the documentation has written."""
+    series: Series = {}
+    with (logs / "trackers/table/points.csv").open(newline="") as file:
+        for tag, step, value in csv.reader(file):
+            series.setdefault(tag, []).append((int(step), float(value)))
     return series

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,7 @@ from pipeline.experiment.settings import LoggingSettings, MlflowSettings, WandbS
 from pipeline.runtime.png import png_of
 from pipeline.tracking import trackers
 from pipeline.tracking.mlflow import DATABASE, Mlflow, _database
-from pipeline.tracking.wandb import Wandb
-from pipeline.tracking.wandb_files import history_rows
+from pipeline.tracking.wandb import STEP, Wandb
 from tests.support.mirrors import mlflow_images, mlflow_series, prepare_database, wandb_images, wandb_series
 
 MIRRORS: dict[str, Any] = {
@@ -65,56 +65,79 @@ def test_points_and_images_are_read_back(name: str, logs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MIRRORS)
-def test_points_that_are_there_are_not_sent_again(name: str, logs: Path) -> None:
-    """A second start with the same run id goes on with the same run, names its last step and skips what it has."""
+def test_second_start_goes_on_with_the_same_run(name: str, logs: Path) -> None:
+    """It names the step from which on it wants points, and has each of them once."""
     first, _ = start(name, logs)
     first.publish(points(1, 4))
     first.publish_images([Image("images/a/picture", 4, PICTURE)])
     first.close()
     second, lost = start(name, logs)
-    second.publish([*points(3, 6), Point("val/loss", 4, 1.0)])
+    assert lost == {"wandb": 0, "mlflow": 4}[name]
+    second.publish([*points(1, 6), Point("val/loss", 6, 1.0)])
     second.publish_images([Image("images/a/picture", step, PICTURE) for step in (4, 6)])
     second.close()
-    assert lost == 4
     series, images = (read(logs) for read in READERS[name])
     assert [step for step, _ in series["loss"]] == [1, 2, 3, 4, 5, 6]
-    assert series["val/loss"] == [(4, 1.0)]
+    assert series["val/loss"] == [(6, 1.0)]
     assert sorted(images) == [("images/a/picture", 4), ("images/a/picture", 6)]
 
 
-@pytest.mark.parametrize("name", MIRRORS)
-def test_other_run_id_is_another_run(name: str, logs: Path) -> None:
+def test_mlflow_run_of_another_id_is_another_run(logs: Path) -> None:
     """An experiment that was reset does not go on in the run it had before."""
-    first, _ = start(name, logs, "abc")
-    first.publish(points(1, 4))
-    first.close()
-    second, lost = start(name, logs, "xyz")
-    second.close()
-    assert not lost
+    start("mlflow", logs, "abc")[0].publish(points(1, 4))
+    assert start("mlflow", logs, "xyz")[1] == 0
 
 
 def test_mlflow_keeps_values_that_are_no_numbers(logs: Path) -> None:
-    """NaN is a value of a step that was skipped."""
-    tracker, _ = start("mlflow", logs)
-    tracker.publish([Point("odd (name)", 1, float("nan"))])
+    """NaN is a value of a step that was skipped, and odd letters in a tag are no reason to fail."""
+    start("mlflow", logs)[0].publish([Point("odd (name)", 1, float("nan"))])
     ((step, value),) = mlflow_series(logs)["odd _name_"]
     assert step == 1
     assert np.isnan(value)
 
 
-def test_wandb_file_cut_anywhere_gives_the_rows_before(logs: Path) -> None:
-    """A file torn by a kill is read as far as it goes, also over the borders of its blocks."""
-    tracker, _ = start("wandb", logs)
-    tracker.publish(points(1, 600))
-    tracker.close()
-    (file,) = logs.rglob("*.wandb")
-    content = file.read_bytes()
-    assert len(content) > 3 << 15
-    for length in (0, 3, 7, 40, 1 << 15, (1 << 15) + 3, len(content) - 900, len(content)):
-        file.write_bytes(content[:length])
-        steps = [int(row["step"]) for row in history_rows(file)]
-        assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) == 600
+def test_database_that_was_being_made_at_a_kill_is_made_anew(database: Path) -> None:
+    """Only a whole database gets the name under which it is used, and what was left of another is gone."""
+    assert [path.name for path in database.parent.iterdir()] == [DATABASE]
+
+
+def test_wandb_keeps_the_fullest_folder_until_another_has_outgrown_it(logs: Path) -> None:
+    """What killed starts have left is removed, and the best there is only when the whole run is in another folder."""
+    first, _ = start("wandb", logs)
+    first.publish(points(1, 50))
+    first.close()
+    (full,) = (logs / "wandb").glob("offline-run-*")
+    dead = logs / "wandb/offline-run-20200101_000000-abc"
+    dead.mkdir()
+    (dead / "run-abc.wandb").write_bytes(b":W&B123")
+    second, _ = start("wandb", logs)
+    second.close()
+    assert full.is_dir()
+    assert not dead.exists()
+    third, _ = start("wandb", logs)
+    third.publish(points(1, 60))
+    third.close()
+    assert len(wandb_series(logs)["loss"]) == 60
+
+
+def test_wandb_sends_what_the_server_has_not_got(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online, rows go on behind those of the server, whose last row may lack some values."""
+    rows = [{"_step": 6, STEP: 3, "loss": 0.5, "val/loss": None}, {"_step": 7, STEP: 4, "loss": 0.5, "val/loss": None}]
+    sent: list[tuple[dict[str, Any], int]] = []
+
+    def log(row: dict[str, Any], step: int, commit: bool) -> None:
+        sent.append((row, step))
+
+    run = SimpleNamespace(starting_step=8, define_metric=lambda *names, **more: None, log=log)
+    tracker = Wandb(WandbSettings(enabled=True, mode="online"))
+    monkeypatch.setattr(tracker, "_opened", lambda run_: run)
+    monkeypatch.setattr(tracker, "_server_rows", lambda: rows)
+    assert tracker.begin(TrackedRun("tiny", "abc", 3, {}, logs)) == 4
+    tracker.publish([*points(4, 5), Point("val/loss", 4, 1.0)])
+    assert sent == [
+        ({STEP: 4, "lr/main/all": 1.0, "val/loss": 1.0}, 8),
+        ({STEP: 5, "loss": 1.25, "lr/main/all": 1.25}, 9),
+    ]
 
 
 def test_missing_packages_are_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +148,3 @@ def test_missing_packages_are_told_before_training(tmp_path: Path, monkeypatch: 
         trackers.check_installed(asked, tmp_path / "logging.json")
     fixes = [problem.fix for problem in refusal.value.problems]
     assert fixes == ["pip install 'training-pipeline[wandb]'", "pip install 'training-pipeline[mlflow]'"]
-
-
-def test_database_that_was_being_made_at_a_kill_is_made_anew(database: Path) -> None:
-    """Only a whole database gets the name under which it is used, and what was left of another is gone."""
-    assert [path.name for path in database.parent.iterdir()] == [DATABASE]

@@ -1,30 +1,13 @@
-"""What the files of offline W&B runs hold: a killed run leaves as much as had been written out of its buffers."""
+"""The records in the files of offline W&B runs, which W&B itself reads only to send them to a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 _BLOCK = 1 << 15
 _FILE_HEADER = 7
 _HEADER = 7
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-
-
-def history_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield each logged row with its values as JSON texts, as far as the file can be read."""
-    from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    decode: Any = Record.FromString
-    for content in records(path.read_bytes()):
-        try:
-            items = decode(content).history.item
-        except DecodeError:
-            return
-        if items:
-            yield {item.key or item.nested_key[0]: item.value_json for item in items}
 
 
 def records(content: bytes) -> Iterator[bytes]:
