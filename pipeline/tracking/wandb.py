@@ -115,10 +115,10 @@ class Wandb(BaseTracker):
 
 def _fullest(run: TrackedRun) -> Path | None:
     """Return which file of earlier starts holds the most; the others, some of them empty, hold the same and go."""
-    *others, fullest = [None, *sorted(run.folder.glob(f"offline-run-*-{run.run_id}*/run-*.wandb"), key=_size)]
-    for file in filter(None, others):
+    files = sorted(run.folder.glob(f"offline-run-*-{run.run_id}*/run-*.wandb"), key=_size)
+    for file in files[:-1]:
         shutil.rmtree(file.parent)
-    return fullest
+    return files[-1] if files else None
 
 
 def _size(file: Path) -> int:
