@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.components import Point, TrackedRun
 from pipeline.tracking.tensorboard import TensorBoard
-from tests.support.experiments import write_experiment
-from tests.support.running import run_inside
 
 
 def board(folder: Path, first_step: int) -> TensorBoard:
@@ -78,29 +75,3 @@ def test_value_that_is_not_a_number_is_published_as_such(tmp_path: Path) -> None
     """TensorBoard marks NaN on the curve."""
     board(tmp_path, 0).publish(points((1,), math.nan))
     assert math.isnan(series(tmp_path)["loss"][0][1])
-
-
-def test_run_stopped_and_resumed_has_every_point_once(tmp_path: Path) -> None:
-    """Each (tag, step) appears once over a whole experiment that was stopped after each epoch."""
-    write_experiment(tmp_path, logging={"tensorboard": {"enabled": True}})
-    run_inside(tmp_path, "--stop-after-epoch", "1")
-    run_inside(tmp_path, "--resume", "--stop-after-epoch", "2")
-    run_inside(tmp_path, "--resume")
-    shown = series(tmp_path / "experiment_logs/tiny/tensorboard")
-    places = Counter((tag, step) for tag, points in shown.items() for step, _ in points)
-    assert set(places.values()) == {1}
-    steps = [step for step, _ in shown["train_steps/error"]]
-    assert steps == list(range(1, len(steps) + 1))
-    assert [len(shown[f"{split}/error"]) for split in ("train", "val")] == [3, 4]
-
-
-def test_resumed_run_shows_the_curve_of_one_that_never_stopped(tmp_path: Path) -> None:
-    """Every value of every curve is the same."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for home in (whole, parts):
-        write_experiment(home, logging={"tensorboard": {"enabled": True}})
-    run_inside(whole)
-    run_inside(parts, "--stop-after-epoch", "2")
-    run_inside(parts, "--resume")
-    shown = [series(home / "experiment_logs/tiny/tensorboard") for home in (whole, parts)]
-    assert shown[0] == shown[1]
