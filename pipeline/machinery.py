@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.persisted import PersistedParts
@@ -55,11 +57,18 @@ class Machinery:
 
     def create_module_transforms(self) -> None:
         """Create the module transforms, once the counters have counted or were restored."""
-        components = self.experiment.components
-        counters = {name: entry.counter for name, entry in components.data_counters.items()}
-        key_generators(self.experiment.settings.training.seed, "module transforms")
-        for name, definition in components.module_transforms.items():
-            self.module_transforms[name] = definition.create(dict(counters), self.processes.device, LOGGER)
+        self.module_transforms.update(create_module_transforms(self.experiment, self.processes.device))
+
+
+def create_module_transforms(experiment: Experiment, device: torch.device) -> dict[str, Any]:
+    """Create the module transform of every dataset."""
+    components = experiment.components
+    counters = {name: entry.counter for name, entry in components.data_counters.items()}
+    key_generators(experiment.settings.training.seed, "module transforms")
+    return {
+        name: definition.create(dict(counters), device, LOGGER)
+        for name, definition in components.module_transforms.items()
+    }
 
 
 def build_machinery(

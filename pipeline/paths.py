@@ -131,6 +131,19 @@ class ExperimentPaths:
         return self.logs / "journal.jsonl"
 
     @property
+    def launch_file(self) -> Path:
+        """Who was started in the background for this experiment; beside the error files, which no reset deletes."""
+        return self.error_files / "launch.json"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.error_files / "launcher.log"
+
+    @property
+    def torchrun_logs(self) -> Path:
+        return self.logs / "torchrun"
+
+    @property
     def images(self) -> Path:
         return self.logs / "images"
 

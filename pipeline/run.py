@@ -14,7 +14,7 @@ import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments
 from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
-from pipeline.experiment.assembly import Experiment, assemble
+from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
 from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
 from pipeline.experiment.persisted import PersistedParts
@@ -122,12 +122,12 @@ class _Run:
         sources = self._processes.together(lambda: digest_folder(self._paths.settings))
         self._check_same_everywhere(sources)
         folder = self._paths.settings
-        frozen = self._processes.together(lambda: read_contents(folder / "settings"))
-        contents = self._processes.together(lambda: read_contents(folder / "settings", self._arguments.all_overrides))
+        contents = self._processes.together(lambda: read_checked_contents(folder, self._arguments.all_overrides))
         experiment = self._assemble(folder, contents)
         self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
-        changed = {name: content for name, content in contents.items() if content != frozen[name]}
+        written = read_contents(folder / "settings")
+        changed = {name: content for name, content in contents.items() if content != written[name]}
         fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
         self._store.know_datasets(fingerprints)

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--from", dest="other", metavar="EXP", help="an experiment of yours to copy")
     parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
     parser.add_argument("--exist-ok", action="store_true", help="leave an experiment that exists as it is")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:

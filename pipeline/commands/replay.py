@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
     parser.add_argument("--save", metavar="DIR", help="also save batches and losses per item, one file per process")
     parser.add_argument("--scratch", metavar="DIR", help="where to work (default: the system's temporary folder)")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=2, metavar="K", help="kills, evenly spread (default: 2)")
     parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
     parser.add_argument("--scratch", metavar="DIR", help="where to work (default: the system's temporary folder)")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:

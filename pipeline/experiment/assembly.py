@@ -22,7 +22,7 @@ from pipeline.experiment.checks import (
 from pipeline.experiment.contracts import ContractReader
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
-from pipeline.experiment.settings import Settings
+from pipeline.experiment.settings import Contents, Settings, read_contents
 from pipeline.experiment.user_code import user_problem
 from pipeline.runtime.randomness import key_generators
 
@@ -72,6 +72,20 @@ def assemble(folder: Path, settings: Settings, device: torch.device) -> Experime
     schedulers = _create_schedulers(components, optimizers, folder)
     key_generators(settings.training.seed, "assembled")
     return Experiment(settings, components, splits, optimizers, schedulers, device, folder)
+
+
+def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
+    """Read the settings of an experiment's folder; if they are wrong, say what is wrong with its pymodules as well."""
+    try:
+        return read_contents(folder / "settings", overrides)
+    except InvalidExperiment as error:
+        loader = PymoduleLoader(folder / "pymodules", seed=0)
+        reader = ContractReader(loader.load())
+        reader.read()
+        found = list(dict.fromkeys([*loader.problems, *reader.problems]))
+        if not found:
+            raise
+        raise InvalidExperiment([*error.problems, *found]) from error
 
 
 def _read_components(folder: Path, settings: Settings) -> Components:

@@ -35,6 +35,8 @@ SECONDS_BETWEEN_BEATS = 3.0
 _BEATS_TO_WAIT_FOR = 5
 _OWNER_FILE, _BEAT_FILE = "owner.json", "beat"
 _PREFIX = "claim_"
+# Whoever looks whether a run is alive holds the lock for an instant, which must not be taken for a run.
+_SECONDS_FOR_LOOKERS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -84,7 +86,7 @@ class RunLock:
     def _take_kernel_lock(self) -> bool:
         """Take the kernel's lock; tell whether the file system has one."""
         try:
-            self._lock.acquire(blocking=False)
+            self._lock.acquire(timeout=_SECONDS_FOR_LOOKERS, poll_interval=0.01)
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
         except (NotImplementedError, OSError) as error:
@@ -160,7 +162,7 @@ def _claims(paths: ExperimentPaths) -> list[Path]:
 
 def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
     """Tell whether the owner of a claim lives: by the process table on this host, by its signs of life elsewhere."""
-    owner = _read_json(folder / _OWNER_FILE)
+    owner = read_json(folder / _OWNER_FILE)
     if owner.get("host") == socket.gethostname():
         return not has_kernel_lock and _is_running(owner)
     if not owner:
@@ -172,8 +174,7 @@ def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
 
 
 def _is_running(owner: dict[str, Any]) -> bool:
-    process = owner.get("process")
-    return process is not None and owner.get("boot") == _boot() and process == _process(owner.get("pid"))
+    return owner.get("process") is not None and owner["process"] == process_mark(owner.get("pid"))
 
 
 def _is_beating(path: Path) -> bool:
@@ -199,15 +200,31 @@ def is_held(paths: ExperimentPaths) -> bool:
         return False
     lock = _kernel_lock(paths)
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=_SECONDS_FOR_LOOKERS / 5, poll_interval=0.005)
     except Timeout:
         return True
     except (NotImplementedError, OSError) as error:
         if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
             return False
-        return any(_is_running(_read_json(folder / _OWNER_FILE)) for folder in _claims(paths))
+        return any(_is_running(read_json(folder / _OWNER_FILE)) for folder in _claims(paths))
     lock.release()
     return False
+
+
+def seconds_since_beat(paths: ExperimentPaths) -> float | None:
+    """Return the age of the latest sign of life by this machine's clock, or None if nobody claims the experiment."""
+    ages = []
+    for folder in _claims(paths):
+        with contextlib.suppress(OSError):
+            ages.append(time.time() - (folder / _BEAT_FILE).stat().st_mtime)
+    return max(0.0, min(ages)) if ages else None
+
+
+def shows_life(paths: ExperimentPaths) -> bool:
+    """Tell whether a run is alive, here or on another machine: by the lock, else by a sign of life that is fresh."""
+    age = seconds_since_beat(paths)
+    is_elsewhere = read_owner(paths).get("host") != socket.gethostname()
+    return is_held(paths) or (is_elsewhere and age is not None and age < _BEATS_TO_WAIT_FOR * SECONDS_BETWEEN_BEATS)
 
 
 def check_free(paths: ExperimentPaths) -> None:
@@ -217,10 +234,11 @@ def check_free(paths: ExperimentPaths) -> None:
 
 def read_owner(paths: ExperimentPaths) -> dict[str, Any]:
     """Return what the latest owner said of itself."""
-    return _read_json(paths.lock_file)
+    return read_json(paths.lock_file)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a small JSON object, or nothing if there is none that can be read."""
     try:
         value = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
@@ -232,22 +250,19 @@ def _this_owner() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "boot": _boot(),
-        "process": _process(os.getpid()),
+        "process": process_mark(os.getpid()),
         "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "job": os.environ.get("SLURM_JOB_ID"),
     }
 
 
-def _boot() -> str:
-    return _content(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
-
-
-def _process(pid: Any) -> str | None:
-    """Return when a process started, which tells it from a later one with the same number; None if it is gone."""
+def process_mark(pid: Any) -> str | None:
+    """Return what tells a process from every other, also from a later one with its number; None if it is gone."""
     fields = _content(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
-    is_gone = not fields or fields[0] == b"Z"
-    return None if is_gone else fields[19].decode()
+    if not fields or fields[0] == b"Z":
+        return None
+    boot = _content(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
+    return f"{boot} {fields[19].decode()}"
 
 
 def _described(paths: ExperimentPaths) -> str:

@@ -69,12 +69,28 @@ def check_results_exist(paths: ExperimentPaths) -> None:
         raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
 
 
+def check_known(paths: ExperimentPaths) -> None:
+    """Refuse a name that is neither an experiment's settings nor its results, naming those that are."""
+    known = all_names(paths.home)
+    if paths.name not in known:
+        listed = ", ".join(known) or "none"
+        raise UsageError(
+            f"No experiment {paths.name!r} in {paths.home}; there are {listed}.{nearest(paths.name, known)}",
+            f"python -m pipeline new {paths.name}",
+        )
+
+
+def all_names(home: Path) -> list[str]:
+    """Return every experiment of a data home, with or without results."""
+    return sorted({*settings_names(home), *results_names(home)})
+
+
 def check_settings_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment nobody wrote, naming those that exist."""
     if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
         return
-    known = sorted({*settings_names(paths.home), *results_names(paths.home)})
-    listed = ", ".join(known) if known else "none"
+    known = all_names(paths.home)
+    listed = ", ".join(known) or "none"
     raise UsageError(
         f"Experiment {paths.name!r} must be a folder with pymodules/ and settings/ at {paths.settings}, but is not. "
         f"Experiments in this data home: {listed}.{nearest(paths.name, known)}",

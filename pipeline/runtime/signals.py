@@ -22,11 +22,20 @@ def end_with_launcher() -> None:
     """Turn the death of the launcher into a SIGTERM: it ends this process at once, unless stop requests are heard."""
 
     def watch() -> None:
-        while os.getppid() == _LAUNCHER:
+        # A launcher that died before this process could ask for its number has left it to the machine's first process.
+        while os.getppid() == _LAUNCHER and not (_LAUNCHER == 1 and not _is_python(_LAUNCHER)):
             time.sleep(SECONDS_BETWEEN_LOOKS)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _is_python(pid: int) -> bool:
+    """Tell whether a process runs Python, as a launcher that is a container's first process does."""
+    try:
+        return "python" in Path(f"/proc/{pid}/exe").readlink().name
+    except OSError:
+        return False
 
 
 class StopRequests:

@@ -21,7 +21,7 @@ from tests.crash.experiment import (
     record_faults,
     redone_steps,
 )
-from tests.support.running import BackgroundRun, run_process
+from tests.support.running import BackgroundRun, describe, run_process
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Life:
     was_killed: bool
     was_writing: bool
     state: dict[str, Any]
-    processes_left: int
+    processes_left: list[str]
 
 
 @dataclass
@@ -78,7 +78,7 @@ def live(home: Path, nproc: int, aim: str, draw: random.Random) -> Life:
         _wait_for_instant(home, run, aim, draw)
         was_killed = run.process.poll() is None
         run.strike()
-        was_writing, left = is_writing(home), len(run.left_alive())
+        was_writing, left = is_writing(home), [describe(pid) for pid in run.left_alive()]
         if not was_killed and run.process.returncode != 0:
             raise AssertionError(f"a run ended by itself with {run.process.returncode}:\n{run.text()}")
     return Life(aim, was_killed, was_killed and was_writing, committed(home), left)
@@ -136,7 +136,8 @@ class Campaign:
     def _count(self, life: Life) -> None:
         self.table.kills += life.was_killed
         self.table.kills_inside_a_write += life.was_writing
-        self.table.processes_left += life.processes_left
+        self.table.processes_left += len(life.processes_left)
+        self.table.problems += life.processes_left
 
     def _conclude(self, reference: Path, home: Path) -> None:
         difference = first_difference(reference / RESULTS / "data", home / RESULTS / "data")

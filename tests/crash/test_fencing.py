@@ -31,7 +31,7 @@ def tmp_path() -> Iterator[Path]:
 class NoLocks:
     """The lock of a file system that has none."""
 
-    def acquire(self, blocking: bool) -> NoReturn:
+    def acquire(self, **options: float) -> NoReturn:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ def test_dead_run_on_this_host_frees_its_lock_without_kernel_locks(
     paths = make(tmp_path)
     paths.results.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(locks, "_process", lambda pid: "1")
+        patch.setattr(locks, "process_mark", lambda pid: "1")
         RunLock(paths).acquire()
     assert not locks.is_held(paths)
     RunLock(paths).acquire()
@@ -166,7 +166,7 @@ def test_living_run_on_another_host_is_respected(
     first.claim.check()
 
 
-def _succeed(self: object, blocking: bool) -> None:
+def _succeed(self: object, **options: float) -> None:
     return
 
 

@@ -169,5 +169,16 @@ def _rank(pid: int) -> int:
     return next((int(one.removeprefix(b"RANK=")) for one in variables if one.startswith(b"RANK=")), -1)
 
 
+def describe(pid: int) -> str:
+    """Return what a process that should be gone is doing: its rank, state, where in the kernel, and what it runs."""
+    entry = Path("/proc") / str(pid)
+    try:
+        state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"rank {_rank(pid)} of parent {_parent(pid)} in state {state} at {(entry / 'wchan').read_text()}: {line}"
+    except OSError:
+        return f"process {pid}, which has just gone"
+
+
 def _is_zombie(entry: Path) -> bool:
     return (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"

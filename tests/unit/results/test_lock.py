@@ -143,3 +143,28 @@ def test_owner_that_cannot_be_read_is_unknown(paths: ExperimentPaths, content: s
     """A torn lock file is no reason to crash."""
     paths.lock_file.write_bytes(content.encode("utf-8", "surrogateescape"))
     assert read_owner(paths) == {}
+
+
+LOOKER = """
+import sys
+from pathlib import Path
+from pipeline.paths import ExperimentPaths
+from pipeline.results.lock import is_held
+
+print("looking", flush=True)
+while True:
+    is_held(ExperimentPaths(Path(sys.argv[1]), "tiny"))
+"""
+
+
+def test_looking_does_not_keep_a_run_from_starting(paths: ExperimentPaths) -> None:
+    """However often others look whether a run is alive, one that starts meanwhile is not refused."""
+    paths.lock_file.touch()
+    with subprocess.Popen([sys.executable, "-c", LOOKER, str(paths.home)], stdout=subprocess.PIPE) as looker:
+        assert looker.stdout is not None
+        looker.stdout.readline()
+        for _ in range(100):
+            lock = RunLock(paths)
+            lock.acquire()
+            lock.release()
+        looker.kill()

@@ -1,4 +1,4 @@
-"""The helper verbs `new` and `status`."""
+"""The verb `new`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.__main__ import main
-from pipeline.commands.status import EXIT_CODES
 from tests.support.running import run_inside
-
-
-def call(home: Path, *words: str) -> int:
-    return main([*words, "--data-home", str(home)])
+from tests.support.verbs import call
 
 
 def test_new_writes_an_experiment_that_trains(tmp_path: Path) -> None:
@@ -56,7 +51,6 @@ def test_new_from_copies_files_only(home: Path, capsys: pytest.CaptureFixture[st
         (("new",), "Say which experiment"),
         (("new", "../x"), "The experiment name must be"),
         (("new", "x", "--set", "training.sed=1"), "Did you mean 'seed'?"),
-        (("status", "tinny"), "Did you mean 'tiny'?"),
     ],
 )
 def test_bad_input_is_told(home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
@@ -64,35 +58,3 @@ def test_bad_input_is_told(home: Path, capsys: pytest.CaptureFixture[str], words
     assert call(home, *words) == 2
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in (home / "experiment_settings").iterdir()) == ["tiny"]
-
-
-def test_status_follows_an_experiment(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """New, unfinished and finished are told in words and by exit code."""
-    assert call(home, "status", "--exit-code") == EXIT_CODES["new"]
-    run_inside(home, "--stop-after-epoch", "1")
-    assert call(home, "status", "tiny", "--exit-code") == EXIT_CODES["unfinished"]
-    assert "epoch 2, training, step 0" in capsys.readouterr().out
-    run_inside(home, "--resume")
-    assert call(home, "status", "tiny", "--exit-code") == 0
-    assert "best       epoch" in capsys.readouterr().out
-
-
-def test_status_as_json_is_for_scripts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The JSON holds state, committed place and latest values."""
-    run_inside(home, "--stop-after-epoch", "0")
-    capsys.readouterr()
-    call(home, "status", "--json")
-    found = json.loads(capsys.readouterr().out)["tiny"]
-    assert found["state"] == "unfinished"
-    assert found["committed"] == {"epoch": 1, "stage": "training", "step": 0}
-    assert set(found["last"]) == {"loss_a", "loss_b", "error"}
-
-
-def test_status_leaves_everything_alone(home: Path) -> None:
-    """Looking changes no byte and no time stamp."""
-    from tests.support.experiments import tree
-
-    run_inside(home, "--stop-after-epoch", "0")
-    before = tree(home)
-    call(home, "status", "tiny")
-    assert tree(home) == before

@@ -1,0 +1,116 @@
+"""Start several experiments in the background, side by side or one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from itertools import combinations
+
+from pipeline.commands.launching import TrainingLine, start_in_background, training_line
+from pipeline.errors import StateConflict, UsageError
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.results.overview import LIVE, state_of
+from pipeline.results.situation import check_known
+
+EXAMPLE = """\
+examples:
+  python -m pipeline launch digits:0-6 letters:7
+  python -m pipeline launch stage_1:0-3 then stage_2:0-3
+  python -m pipeline launch digits --nproc 2 -- --set training.seed=1"""
+THEN = "then"
+_ALWAYS_RIGHT = ["--auto"]
+Chain = list[TrainingLine]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "experiments",
+        nargs="+",
+        metavar="EXP[:GPUS]",
+        help="an experiment and its GPUs; 'then' waits until it finished",
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes of each (default: one per GPU, else 1)")
+    parser.add_argument("--print", action="store_true", help="print the shell lines instead of starting them")
+    parser.add_argument_group("-- FLAGS", "flags of the training run, such as --resume (default: --auto)")
+    parser.set_defaults(takes_flags=True)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    arguments.flags = arguments.flags or _ALWAYS_RIGHT
+    chains = [[_line(word, arguments) for word in chain] for chain in _chains(arguments.experiments)]
+    everyone = [line for chain in chains for line in chain]
+    _check(chains, everyone)
+    # Experiments of a chain take turns; only one of them is on the machine at a time.
+    num_processes = sum(max(line.nproc for line in chain) for chain in chains)
+    for chain in chains:
+        script = _script(chain, num_processes)
+        print(script) if arguments.print else _start(chain, script)
+    if not arguments.print:
+        print("watch: python -m pipeline status --watch")
+    return 0
+
+
+def _chains(words: list[str]) -> list[list[str]]:
+    """Return experiments that follow one another, in lists that run side by side."""
+    chains: list[list[str]] = []
+    is_next = False
+    for word in words:
+        if word == THEN:
+            if not chains or is_next:
+                raise UsageError(f"{THEN!r} must stand between two experiments.")
+            is_next = True
+        elif is_next:
+            chains[-1].append(word)
+            is_next = False
+        else:
+            chains.append([word])
+    if is_next:
+        raise UsageError(f"{THEN!r} must stand between two experiments.")
+    return chains
+
+
+def _line(word: str, arguments: argparse.Namespace) -> TrainingLine:
+    name, _, gpus = word.partition(":")
+    paths = ExperimentPaths(data_home(arguments.data_home), name)
+    check_known(paths)
+    return training_line(paths, nproc=arguments.nproc, gpus=gpus or None, flags=arguments.flags, in_background=True)
+
+
+def _check(chains: list[Chain], everyone: Chain) -> None:
+    names = [line.paths.name for line in everyone]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise UsageError(f"{', '.join(doubled)} must be launched once only.")
+    for one, other in combinations(chains, 2):
+        shared = {gpu for line in one for gpu in line.devices} & {gpu for line in other for gpu in line.devices}
+        if shared:
+            pair = f"{one[0].paths.name} and {other[0].paths.name}"
+            raise UsageError(f"{pair} must not share GPUs, but both have {', '.join(map(str, sorted(shared)))}.")
+    for line in everyone:
+        if state_of(line.paths) in LIVE:
+            raise StateConflict(
+                f"{line.paths.name!r} is {state_of(line.paths)} already.\n  fix: stop it first, or leave it."
+            )
+
+
+def _script(chain: Chain, num_processes: int) -> str:
+    """Return shell lines: each experiment after the first only once the one before has finished."""
+    lines = []
+    for number, line in enumerate(chain):
+        if number:
+            before = chain[number - 1].paths
+            asked = [sys.executable, "-m", "pipeline", "status", before.name, "--exit-code"]
+            told = f"{before.name} has not finished, so {line.paths.name} is not started"
+            lines.append(
+                f"{shlex.join([*asked, '--data-home', str(before.home)])} > /dev/null || "
+                f"{{ echo {shlex.quote(told)}; exit 1; }}"
+            )
+        lines.append(line.shown(num_processes))
+    return "\n".join(lines)
+
+
+def _start(chain: Chain, script: str) -> None:
+    for line in chain:
+        line.make_folders()
+    start_in_background(script, [line.paths for line in chain])

@@ -1,0 +1,45 @@
+"""Check an experiment, then run it under torchrun with the right options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from pipeline.arguments import parse_arguments
+from pipeline.commands.check import check_before_run
+from pipeline.commands.launching import start_in_background, training_line
+from pipeline.paths import ExperimentPaths, data_home
+
+EXAMPLE = """\
+examples:
+  python -m pipeline run digits --nproc 2
+  python -m pipeline run digits --gpus 0-3 --detach -- --resume
+  python -m pipeline run digits --nproc 2 --print"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXP")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes (default: one per GPU, else 1)")
+    parser.add_argument("--gpus", metavar="GPUS", help="which GPUs, as nvidia-smi numbers them: 0-3 or 0,2")
+    parser.add_argument("--detach", action="store_true", help="start it in the background and return")
+    parser.add_argument("--print", action="store_true", help="print the line instead of running it")
+    parser.add_argument_group("-- FLAGS", "flags of the training run, such as --resume")
+    parser.set_defaults(takes_flags=True)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    line = training_line(
+        paths, nproc=arguments.nproc, gpus=arguments.gpus, flags=arguments.flags, in_background=arguments.detach
+    )
+    if arguments.print:
+        print(line.shown(line.nproc))
+        return 0
+    if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *arguments.flags])):
+        return 0
+    line.make_folders()
+    variables = line.variables(line.nproc)
+    if not arguments.detach:
+        os.execvpe(line.words[0], line.words, {**os.environ, **variables})
+    start_in_background(line.shown(line.nproc), [paths])
+    return 0

@@ -1,0 +1,60 @@
+"""Ask a run to finish its step or epoch, commit and end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from pipeline.arguments import command_line
+from pipeline.errors import StateConflict
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.results.launches import launch_facts
+from pipeline.results.overview import RUNNING, STARTING, WAITING, state_of
+from pipeline.results.situation import check_known
+
+EXAMPLE = "example:\n  python -m pipeline stop digits --after epoch --wait"
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiments", nargs="+", metavar="EXP")
+    parser.add_argument(
+        "--after", choices=("step", "epoch"), default="step", help="what to finish first (default: step)"
+    )
+    parser.add_argument("--wait", action="store_true", help="return when the run has ended")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    everything = [ExperimentPaths(data_home(arguments.data_home), name) for name in arguments.experiments]
+    for paths in everything:
+        check_known(paths)
+        _check_running(paths)
+    for paths in everything:
+        _ask(paths, arguments.after)
+        print(f"{paths.name}: asked to stop after the current {arguments.after}; it will be resumable")
+    while arguments.wait and any(state_of(paths) == RUNNING for paths in everything):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    for paths in everything if arguments.wait else ():
+        print(f"{paths.name}: {state_of(paths)}")
+        print(f"  to continue: {command_line(paths.name, paths.home, '--auto')}")
+    return 0
+
+
+def _check_running(paths: ExperimentPaths) -> None:
+    state = state_of(paths)
+    if state in (STARTING, WAITING):
+        raise StateConflict(
+            f"{paths.name!r} is {state} and has nothing to commit.\n"
+            f"  fix: wait for it, or end what was launched with: kill -- -{launch_facts(paths).get('pid')}"
+        )
+    if state != RUNNING:
+        raise StateConflict(f"No run of {paths.name!r} is alive: it is {state}.")
+
+
+def _ask(paths: ExperimentPaths, after: str) -> None:
+    """Put the request in place whole: the run may look at any moment."""
+    staging = paths.stop_file.with_name(f".{paths.stop_file.name}.new")
+    staging.unlink(missing_ok=True)
+    staging.write_text(f"{after}\n")
+    os.replace(staging, paths.stop_file)

@@ -1,0 +1,33 @@
+"""Launches: which process was started in the background for an experiment, so that others can see it coming."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from pipeline.paths import ExperimentPaths
+from pipeline.results.lock import process_mark, read_json
+
+
+def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) -> None:
+    """Write down who was started, atomically, and after which other experiment this one comes."""
+    facts = {
+        "pid": pid,
+        "mark": process_mark(pid),
+        "after": after,
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+    }
+    staging = paths.launch_file.with_name(f".{paths.launch_file.name}.new")
+    staging.write_text(json.dumps(facts) + "\n")
+    os.replace(staging, paths.launch_file)
+
+
+def launch_facts(paths: ExperimentPaths) -> dict[str, Any]:
+    """Return what was written down of a launch on this machine that still runs, or nothing."""
+    facts = read_json(paths.launch_file)
+    is_here = facts.get("host") == socket.gethostname() and facts.get("mark") is not None
+    return facts if is_here and process_mark(facts.get("pid")) == facts["mark"] else {}

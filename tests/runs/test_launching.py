@@ -1,0 +1,130 @@
+"""Runs that helper verbs start: under a real torchrun, here and in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.paths import ExperimentPaths
+from pipeline.results.comparison import first_difference
+from pipeline.results.overview import LIVE, NEW, describe, state_of
+from tests.support.experiments import write_experiment
+from tests.support.running import SECONDS, environment
+
+SLOW = {"training": {"checkpoint_every_steps": 1}, "data_loading": {"step_min_items": 4}}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A data home whose background runs are gone when the test is."""
+    write_experiment(tmp_path)
+    write_experiment(tmp_path, "second")
+    yield tmp_path
+    for path in tmp_path.glob("experiment_torchelastic_error_files/*/launch.json"):
+        try:
+            os.killpg(json.loads(path.read_text())["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def verb(home: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Call a verb in a process of its own; what stands behind ``--`` stays last."""
+    own, dashes, flags = " ".join(words).partition(" -- ")
+    line = [sys.executable, "-m", "pipeline", *own.split(), "--data-home", str(home), *dashes.split(), *flags.split()]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0 or not check, done.stderr
+    return done
+
+
+def wait_until_over(*everyone: ExperimentPaths) -> None:
+    limit = time.monotonic() + SECONDS
+    while any(state_of(paths) in (*LIVE, NEW) for paths in everyone):
+        assert time.monotonic() < limit, [paths.launcher_log.read_text() for paths in everyone]
+        time.sleep(0.2)
+
+
+def test_run_in_front_trains_to_the_end(home: Path) -> None:
+    """`run` becomes torchrun: its output and its exit code; other ranks keep theirs in files."""
+    done = verb(home, "run", "tiny", "--nproc", "2")
+    assert "finished after" in done.stdout
+    paths = ExperimentPaths(home, "tiny")
+    assert [path.parent.name for path in paths.torchrun_logs.rglob("stdout.log")] == ["1"]
+    assert state_of(paths) == "finished"
+
+
+def test_run_in_the_background_is_followed_and_stopped(home: Path) -> None:
+    """A detached run is seen from its first moment, can be followed, and stops cleanly when asked."""
+    write_experiment(home, "slow", files={"pymodules/early_stopper.py": ENDLESS}, **SLOW)
+    paths = ExperimentPaths(home, "slow")
+    verb(home, "run", "slow", "--nproc", "2", "--detach")
+    assert state_of(paths) in LIVE
+    limit = time.monotonic() + SECONDS
+    while describe(paths).get("progress", {}).get("epoch", 0) < 1:
+        assert time.monotonic() < limit, paths.launcher_log.read_text()
+        time.sleep(0.2)
+    assert "asked to stop" in verb(home, "stop", "slow", "--wait").stdout
+    assert "stopped at" in verb(home, "logs", "slow").stdout
+    assert describe(paths)["ended"]["outcome"] == "stopped"
+
+
+ENDLESS = """
+    from pipeline.components import WeightedLossEarlyStopper
+
+    early_stopper = WeightedLossEarlyStopper(max_epochs=1000)
+"""
+
+
+def test_stage_two_starts_when_stage_one_has_finished(home: Path) -> None:
+    """Two stages follow one another without anyone waiting, and give what each gives alone."""
+    first, second = ExperimentPaths(home, "tiny"), ExperimentPaths(home, "second")
+    verb(home, "launch", "tiny", "then", "second", "--nproc", "2")
+    assert state_of(second) == "waiting"
+    wait_until_over(first, second)
+    assert (state_of(first), state_of(second)) == ("finished", "finished")
+    assert first_difference(first.data, second.data) is None
+
+
+@pytest.mark.slow
+def test_stage_two_does_not_start_after_a_failure(home: Path) -> None:
+    """If the first stage did not finish, the second is left alone, and the log says so."""
+    first = ExperimentPaths(home, "tiny")
+    verb(home, "launch", "tiny", "then", "second", "--", "--auto", "--stop-after-epoch", "1")
+    wait_until_over(first)
+    limit = time.monotonic() + SECONDS
+    while "tiny has not finished, so second is not started" not in first.launcher_log.read_text():
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    assert state_of(ExperimentPaths(home, "second")) == "new"
+
+
+@pytest.mark.slow
+def test_experiments_side_by_side_do_not_disturb_each_other(home: Path) -> None:
+    """Two at once, on devices and ports of their own, end as one alone does; a crash of a third harms neither."""
+    write_experiment(home, "broken", files={"pymodules/module_transforms/b.py": RAISES})
+    everyone = [ExperimentPaths(home, name) for name in ("tiny", "second", "broken")]
+    verb(home, "launch", "tiny:0,1", "second:2,3", "broken:4")
+    wait_until_over(*everyone)
+    assert [state_of(paths) for paths in everyone] == ["finished", "finished", "unfinished"]
+    assert describe(everyone[2])["ended"]["outcome"] == "failed"
+    assert "no such column" in describe(everyone[2])["ended"]["error"]
+    assert first_difference(everyone[0].data, everyone[1].data) is None
+
+
+RAISES = """
+    from . import a
+
+    loss_registers = ["loss_b", "error"]
+
+
+    class ModuleTransform(a.ModuleTransform):
+        def __call__(self, batch, modules):
+            raise ValueError("no such column")
+"""

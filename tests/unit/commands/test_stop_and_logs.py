@@ -1,0 +1,117 @@
+"""The verbs `stop` and `logs`."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline.paths import ExperimentPaths
+from pipeline.results.launches import record_launch
+from pipeline.results.lock import RunLock
+from tests.support.experiments import tree
+from tests.support.running import run_inside
+from tests.support.verbs import call, held
+
+
+@pytest.fixture
+def paths(home: Path) -> ExperimentPaths:
+    """The tiny experiment, stopped before its first step."""
+    run_inside(home, "--stop-after-epoch", "0")
+    return ExperimentPaths(home, "tiny")
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_stop_leaves_a_request(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str], unit: str) -> None:
+    """A live run finds in its results what it is asked to finish first."""
+    lock = RunLock(paths)
+    lock.acquire()
+    assert call(paths.home, "stop", "tiny", "--after", unit) == 0
+    lock.release()
+    assert paths.stop_file.read_text().strip() == unit
+    assert f"after the current {unit}" in capsys.readouterr().out
+
+
+def test_stop_waits_for_the_end(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --wait the verb returns when the run has gone, and says how to go on."""
+    with held(paths, partial(time.sleep, 0.3)):
+        assert call(paths.home, "stop", "tiny", "--wait") == 0
+    said = capsys.readouterr().out
+    assert "tiny: unfinished" in said
+    assert "training_pipeline.py tiny" in said
+
+
+def test_nothing_to_stop_is_told(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a run the verb refuses and writes nothing."""
+    before = tree(paths.home)
+    assert call(paths.home, "stop", "tiny") == 3
+    assert "No run of 'tiny' is alive: it is unfinished." in capsys.readouterr().err
+    assert call(paths.home, "stop", "tinny") == 2
+    assert tree(paths.home) == before
+
+
+def test_run_that_is_only_starting_cannot_be_asked(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before its first commit a run has nothing to keep: whoever wants it gone kills it."""
+    paths = ExperimentPaths(home, "tiny")
+    paths.error_files.mkdir(parents=True)
+    record_launch(paths, 1)
+    assert call(home, "stop", "tiny") == 3
+    assert "kill -- -1" in capsys.readouterr().err
+
+
+def test_logs_shows_the_last_lines(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log itself goes to the output, its place beside it."""
+    capsys.readouterr()
+    assert call(paths.home, "logs", "tiny", "--lines", "2") == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == paths.log_file.read_text().splitlines()[-2:]
+    assert str(paths.log_file) in shown.err
+
+
+def test_following_shows_what_is_added_until_the_run_ends(
+    paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A followed log goes on while a run is alive, also when its file is replaced."""
+
+    def add_lines() -> None:
+        time.sleep(0.5)
+        with paths.log_file.open("a") as file:
+            file.write("added\n")
+        time.sleep(1)
+        paths.log_file.unlink()
+        paths.log_file.write_text("replaced\n")
+
+    with held(paths, add_lines):
+        assert call(paths.home, "logs", "tiny", "-f", "--lines", "0") == 0
+    assert capsys.readouterr().out == "added\nreplaced\n"
+
+
+def test_output_of_a_rank_is_found_where_torchrun_kept_it(
+    paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The latest attempt counts, both streams of it."""
+    folder = paths.torchrun_logs / "none_x/attempt_0/1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("said\n")
+    (folder / "stderr.log").write_text("complained\n")
+    assert call(paths.home, "logs", "tiny", "--rank", "1") == 0
+    assert "said\ncomplained\n" in capsys.readouterr().out
+    assert call(paths.home, "logs", "tiny", "--rank", "4") == 2
+    assert "there are ranks 1" in capsys.readouterr().err
+
+
+def test_log_that_is_not_there_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An experiment that never ran has no log, and that is a state, not a crash."""
+    assert call(home, "logs", "tiny") == 3
+    assert "has no log" in capsys.readouterr().err
+
+
+def test_launcher_speaks_where_the_run_could_not(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in the background that failed before it had a log has told its launcher why."""
+    paths = ExperimentPaths(home, "tiny")
+    paths.error_files.mkdir(parents=True)
+    paths.launcher_log.write_text("could not start\n")
+    assert call(home, "logs", "tiny") == 0
+    assert capsys.readouterr().out == "could not start\n"
