@@ -99,6 +99,8 @@ class Loop:
                     return progress
                 self._m.commits.poll()
                 bar.advance()
+        if self._m.processes.is_rank_zero:
+            self._publisher.keep_images(epoch, lambda: self._m.pictures.take(epoch))
         following = self._judge(progress)
         self._note_epoch("val", epoch)
         values = shown_losses(self._m.records.losses, "val", self._weights())
@@ -195,8 +197,8 @@ class Loop:
     def _commit(self, changes: Callable[[], Changes], progress: Progress) -> None:
         """Let rank zero begin a commit; what it makes permanent is published once it is complete."""
         if self._m.processes.is_rank_zero:
-            points = self._publisher.collect(self.recorded_epoch(progress))
-            self._m.commits.submit(changes, progress, self._run_state(), lambda: self._publisher.send(points))
+            batch = self._publisher.collect(self.recorded_epoch(progress))
+            self._m.commits.submit(changes, progress, self._run_state(), lambda: self._publisher.send(batch))
             self.report(progress)
         self._committed_at = time.monotonic()
 

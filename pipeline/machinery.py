@@ -23,6 +23,7 @@ from pipeline.runtime.signals import StopRequests
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine
+from pipeline.stages.pictures import Pictures
 from pipeline.stages.plan import StepPlan
 from pipeline.stages.training import TrainingStage
 
@@ -41,6 +42,7 @@ class Machinery:
     runners: tuple[BatchRunner, BatchRunner]
     training: TrainingStage
     evaluation: EvaluationStage
+    pictures: Pictures
     store: ResultsStore
     commits: Commits
     status: StatusFile
@@ -91,6 +93,7 @@ def build_machinery(
         runners=(train, val),
         training=training,
         evaluation=EvaluationStage(experiment, processes, val, engine, records),
+        pictures=Pictures(experiment, val, transforms),
         store=store,
         commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
         status=StatusFile(paths.status_file),

@@ -144,8 +144,8 @@ class ExperimentPaths:
         return self.logs / "torchrun"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.logs / "tensorboard"
+    def images(self) -> Path:
+        return self.logs / "images"
 
     def other(self, name: str) -> ExperimentPaths:
         """Return the paths of another experiment in the same data home."""

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments
-from pipeline.errors import (
-    DamagedResults,
-    InvalidExperiment,
-    Problem,
-    StateConflict,
-    UnreadableFile,
-    UsageError,
-)
+from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
 from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
@@ -39,7 +32,7 @@ from pipeline.results.preparation import check_shared, check_writable, open_fres
 from pipeline.results.provenance import describe_start
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.starts import differences, read_starts, record_start
+from pipeline.results.starts import differences, read_starts, record_start, run_id
 from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
@@ -47,7 +40,7 @@ from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
 from pipeline.tracking.blocks import first_block, last_block, next_line, step_lines
 from pipeline.tracking.publisher import Publisher
-from pipeline.tracking.tensorboard import EventFile, check_installed
+from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
 Watch = Callable[[Machinery], None]
@@ -73,7 +66,7 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
-    settle(paths, disk, PersistedParts.is_needed)
+    settle(paths, disk, PersistedParts.is_needed, lambda epoch: publish_rest(paths, epoch, run_id(paths)))
     for line in finished_lines(paths):
         LOGGER.info(line)
 
@@ -225,8 +218,7 @@ class _Run:
         if settings.training.deterministic:
             set_deterministic()
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
-        if settings.logging.tensorboard:
-            self._processes.together(lambda: check_installed(folder / "settings" / "logging.json"))
+        self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         return self._processes.together(lambda: assemble(folder / "pymodules", settings, self._processes.device))
 
     def _introduce(self, machinery: Machinery, progress: Progress) -> None:
@@ -275,23 +267,21 @@ class _Run:
         return progress
 
     def _publisher(self, machinery: Machinery, progress: Progress) -> Publisher:
-        publisher = Publisher(machinery.records, len(machinery.training.plan))
-        epoch = Loop.recorded_epoch(progress)
-        if self._processes.is_rank_zero and machinery.experiment.settings.logging.tensorboard:
-            publisher.add(lambda: EventFile(self._paths.tensorboard, publisher.first_step(epoch)))
+        publisher = Publisher(machinery.records, len(machinery.training.plan), self._paths)
+        epoch, experiment = Loop.recorded_epoch(progress), machinery.experiment
+        # A run under observation is no run of the experiment.
+        if self._processes.is_rank_zero and self._watch is _nobody:
+            trackers = create_trackers(experiment.settings.logging, experiment.components.trackers)
+            publisher.begin(trackers, tracked_run(self._paths, experiment.settings, run_id(self._paths)), epoch)
         if progress != Progress():
             publisher.resume(epoch)
-            publisher.send(publisher.collect(epoch))
         return publisher
 
     def _conclude(self, machinery: Machinery, loop: Loop, progress: Progress) -> None:
         outcome = "finished" if progress.is_finished else "stopped"
         loop.report(progress, state=outcome)
-        reason = (
-            ""
-            if progress.is_finished
-            else f" at {progress} ({machinery.stop_requests.reason or 'asked by another process'})"
-        )
+        asked_by = machinery.stop_requests.reason or "asked by another process"
+        reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
         machinery.journal.note(END, outcome=outcome, at=progress.as_json(), reason=machinery.stop_requests.reason)
         for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
             LOGGER.info(line)

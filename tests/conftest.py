@@ -15,6 +15,9 @@ from pipeline.runtime.logs import stop_logging
 from pipeline.runtime.signals import STOP_SIGNALS
 from tests.support.experiments import write_experiment
 
+# Trackers set variables of their own, and must not talk to anyone.
+os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
@@ -40,4 +43,5 @@ def leave_no_trace() -> Iterator[None]:
     for name in [name for name in sys.modules if name.startswith("_experiment_pymodules_")]:
         del sys.modules[name]
     leaked = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    assert leaked <= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}
+    ours = {name for name in leaked if not name.startswith(("WANDB_", "MLFLOW_", "_MLFLOW_"))}
+    assert ours <= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}

@@ -30,7 +30,7 @@ from pipeline.runtime.terminal import clipped, table
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.plan import EpochPoints, Place, StepPlan, evaluation_places
 from pipeline.tracking.blocks import first_block, step_lines
-from pipeline.tracking.tensorboard import check_installed
+from pipeline.tracking.trackers import check_installed
 
 EXAMPLE = "example:\n  python -m pipeline check digits --set data_loading.step_min_items=128"
 _SHOWN = 5
@@ -78,8 +78,7 @@ def _examine(paths: ExperimentPaths, arguments: Arguments, device: torch.device)
     sys.dont_write_bytecode = True
     contents = read_checked_contents(paths.settings, arguments.all_overrides)
     settings = parse_settings(contents)
-    if settings.logging.tensorboard:
-        check_installed(paths.settings / "settings" / "logging.json")
+    check_installed(settings.logging, paths.settings / "settings" / "logging.json")
     experiment = assemble(paths.settings / "pymodules", settings, device)
     load_initial_weights(experiment.components, paths, paths.settings / "pymodules")
     return experiment

@@ -19,6 +19,7 @@ from pipeline.components.losses import Losses, LossRecord, num_finished_epochs, 
 from pipeline.components.module_transforms import BaseModuleTransform
 from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
 from pipeline.components.stateful import Stateful, load_json, save_json
+from pipeline.components.trackers import BaseTracker, Image, Point, TrackedRun
 
 __all__ = [
     "BaseCheckpointSaver",
@@ -29,18 +30,22 @@ __all__ = [
     "BaseLossWeighter",
     "BaseModuleTransform",
     "BaseScheduler",
+    "BaseTracker",
     "CategoryCounter",
     "DatasetSizeCounter",
     "DynamicWeightAverage",
+    "Image",
     "ImprovementCheckpointSaver",
     "LossRecord",
     "Losses",
     "MovingAverageLossWeighter",
     "PeriodicCheckpointSaver",
+    "Point",
     "RegisterEarlyStopper",
     "Stateful",
     "StaticLossWeighter",
     "TorchScheduler",
+    "TrackedRun",
     "UniformLossWeighter",
     "WarmupScheduler",
     "WeightedLossEarlyStopper",

@@ -71,6 +71,7 @@ class ContractReader:
             checkpoint_saver=self._single("checkpoint_saver", {"update": 3, "save_checkpoints": 0}),
             early_stopper=self._single("early_stopper", {"update": 2, "improvement": 0, "early_stop": 0}),
             loss_weighter=self._single("loss_weighter", _LOSS_WEIGHTER_METHODS),
+            trackers=self._family("trackers", self._tracker),
         )
 
     def _family(self, family: str, read: Callable[[ModuleType], Any]) -> dict[str, Any]:
@@ -195,7 +196,12 @@ class ContractReader:
             )
         elif inspect.isclass(create) and not takes(inspect.getattr_static(create, "__call__", list), 3):
             self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
+        elif hasattr(create, "images") and not _takes(create.images, 3):
+            self._broken(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
+
+    def _tracker(self, module: ModuleType) -> Any:
+        return self._object(module, "tracker", {"begin": 1, "publish": 1, "close": 0})
 
     def _optim_sched(self, module: ModuleType) -> OptimSched:
         start = getattr(module, "scheduler_start_epoch", 1)

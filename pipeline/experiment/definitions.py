@@ -95,6 +95,7 @@ class Components:
     checkpoint_saver: Any
     early_stopper: Any
     loss_weighter: Any
+    trackers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,9 @@ FAMILIES = (
     "modules",
     "module_transforms",
     "optim_sched",
+    "trackers",
 )
+OPTIONAL_FAMILIES = ("data_counters", "trackers")
 SINGLES = ("checkpoint_saver", "early_stopper", "loss_weighter")
 UTILS = "utils"
 IMPORT_TIME_LIMIT_VARIABLE = "GORIDEEPSTYLE_IMPORT_TIMEOUT"
@@ -54,14 +56,14 @@ class PymoduleLoader:
         self._seed = seed
         self._package = f"{_PREFIX}{next(_packages)}"
 
-    def load(self) -> dict[str, dict[str, ModuleType]]:
-        """Return every imported file by family and name; singles are the family ''."""
+    def load(self, wanted: Collection[str] = ("", *FAMILIES)) -> dict[str, dict[str, ModuleType]]:
+        """Return every imported file of the wanted families by family and name; singles are the family ''."""
         self.problems += self._layout_problems()
         package = ModuleType(self._package)
         package.__path__ = [str(self.folder)]
         sys.modules[self._package] = package
-        found: dict[str, dict[str, ModuleType]] = {family: {} for family in ("", *FAMILIES)}
-        for family, path in self._files():
+        found: dict[str, dict[str, ModuleType]] = {family: {} for family in wanted}
+        for family, path in [(family, path) for family, path in self._files() if family in wanted]:
             module = self._import(family, path)
             if module is None:
                 self.failed_families.add(family)
@@ -85,7 +87,7 @@ class PymoduleLoader:
                 what = f"unknown file or folder; known are {', '.join(known)}.{nearest(entry.name, known)}"
                 yield Problem(str(entry), what, "put helpers into utils/")
         for family in FAMILIES:
-            if family != "data_counters" and not any(kind == family for kind, _ in self._files()):
+            if family not in OPTIONAL_FAMILIES and not any(kind == family for kind, _ in self._files()):
                 yield Problem(str(self.folder / family), "must hold at least one .py file, but there is none")
         for single in SINGLES:
             if not (self.folder / f"{single}.py").is_file():

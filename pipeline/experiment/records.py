@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from array import array
@@ -33,6 +34,24 @@ class Records:
             optimizer: {group: array("d") for group in groups} for optimizer, groups in rates.items()
         }
         self.grad_norms: dict[str, array[float]] = {optimizer: array("d") for optimizer in rates}
+
+    @classmethod
+    def of_results(cls, registers: Iterable[LossRegister], data: Path, epoch: int) -> Records:
+        """Return the records of finished epochs and the steps of ``epoch`` as the results alone tell them."""
+        rates: dict[str, dict[str, float]] = {}
+        for path in sorted(data.glob(f"lr_data/*/step_data_{epoch}.npz")):
+            with columns_of(path) as found:
+                rates[path.parent.name] = {name.removeprefix("lr_"): 0.0 for name in found if name.startswith("lr_")}
+        records = cls(registers, rates)
+        records.load_epochs(data)
+        return records.of_epoch(data, epoch) if epoch else records
+
+    def of_epoch(self, data: Path, epoch: int) -> Records:
+        """Return these records with the steps of another epoch, which is finished."""
+        other = copy.deepcopy(self)
+        other.forget_steps()
+        other.load_step_files(data, epoch)
+        return other
 
     @property
     def num_steps(self) -> int:

@@ -80,6 +80,7 @@ def _allowed(error: ValidationError) -> str:
         "minimum": f"{error.validator_value} or more",
         "maximum": f"{error.validator_value} or less",
         "exclusiveMinimum": f"greater than {error.validator_value}",
+        "minLength": f"at least {error.validator_value} character long",
         "minItems": f"a list of at least {error.validator_value}",
         "pattern": "made of letters, digits, '_', '-' and '.'",
         "oneOf": "a name, an object or null as the documentation of this key says",

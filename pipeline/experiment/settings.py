@@ -46,12 +46,28 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
+class WandbSettings:
+    enabled: bool = False
+    project: str = "training_pipeline"
+    entity: str | None = None
+    mode: str = "online"
+
+
+@dataclass(frozen=True)
+class MlflowSettings:
+    enabled: bool = False
+    tracking_uri: str | None = None
+
+
+@dataclass(frozen=True)
 class LoggingSettings:
     progress_bar: bool
     train_updates: int = 100
     eval_updates: int = 20
     every_steps: int = 50
     tensorboard: bool = False
+    wandb: WandbSettings = WandbSettings()
+    mlflow: MlflowSettings = MlflowSettings()
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,8 @@ def parse_settings(contents: Contents) -> Settings:
         logging=LoggingSettings(
             progress_bar=bar.pop("enabled"),
             tensorboard=logging.get("tensorboard", {}).get("enabled", False),
+            wandb=WandbSettings(**logging.get("wandb", {})),
+            mlflow=MlflowSettings(**logging.get("mlflow", {})),
             **bar,
             **logging.get("text", {}),
         ),

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from typing import Any
 
 import numpy
@@ -21,6 +22,7 @@ from pipeline.runtime.processes import Processes
 def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
     """Return everything worth knowing of this start; the same call on every rank."""
     return {
+        "id": uuid.uuid4().hex,
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "host": socket.gethostname(),

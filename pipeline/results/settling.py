@@ -12,14 +12,19 @@ from pipeline.runtime.durable import Disk
 from pipeline.runtime.wording import shown_values
 
 
-def settle(paths: ExperimentPaths, disk: Disk, is_needed: Callable[[str], bool]) -> None:
-    """Do what follows the last commit, if anything is left to do."""
+def settle(
+    paths: ExperimentPaths, disk: Disk, is_needed: Callable[[str], bool], publish: Callable[[int], None]
+) -> None:
+    """Do what follows the last commit, if anything is left to do; its epoch may be unpublished."""
     if is_settled(paths):
         return
     lock = RunLock(paths, disk)
     lock.acquire()
     store = ResultsStore(paths, disk, lock.claim)
     store.recover(is_needed)
+    if store.current.progress.is_finished:
+        # Before the lock goes: until then, a kill leaves the experiment unsettled.
+        publish(store.current.progress.epoch)
     lock.release()
     if not store.current.progress.is_finished:
         raise DamagedResults(f"{paths.name} was finished, but its last commit is damaged; data/ shows the one before.")

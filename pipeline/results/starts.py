@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
         # It is written anew with each start: one that cannot be read must not be lost by that.
         raise PipelineError(f"{error.filename} cannot be read: {error.strerror}.\n  fix: move it away.") from error
     return [_parsed(line) for line in content.decode(errors="replace").splitlines()]
+
+
+def run_id(paths: ExperimentPaths) -> str:
+    """Return what names an experiment from its first start to its reset."""
+    return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -82,6 +82,12 @@ class BatchRunner:
         with self._autocast():
             return self._transforms[place.shape.dataset].predict(batch, self._modules)
 
+    def images(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Return what the module transform wants to be seen of a batch."""
+        key_generators(*key)
+        with self._autocast():
+            return self._transforms[place.shape.dataset].images(batch, self._modules)
+
     def _autocast(self) -> Any:
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         return torch.autocast(self._processes.device.type, dtype=dtype) if dtype else contextlib.nullcontext()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -80,3 +83,18 @@ class SharedBuffers:
         sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
         for buffer, part in zip(buffers, flat.split(sizes), strict=True):
             buffer.detach().copy_(part.view(buffer.dtype).view_as(buffer))
+
+
+@contextmanager
+def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave every buffer as it was, whatever is done to it meanwhile."""
+    layers = [layer for module in modules for layer in module.modules()]
+    before = [(layer, dict(layer._buffers)) for layer in layers if layer._buffers]
+    values = [{name: one.clone() for name, one in buffers.items() if one is not None} for _, buffers in before]
+    try:
+        yield
+    finally:
+        for (layer, buffers), kept in zip(before, values, strict=True):
+            layer._buffers.update(buffers)
+            for name, value in kept.items():
+                layer._buffers[name].copy_(value)  # type: ignore[union-attr]

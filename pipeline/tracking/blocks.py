@@ -21,6 +21,12 @@ from pipeline.runtime.wording import shown_duration, shown_values
 from pipeline.tracking.lines import shown_rates
 
 _GB = 1e9
+# Where a tracker has left something below the logs, and how it is looked at.
+_CURVES = {
+    "tensorboard": "tensorboard --logdir {}/tensorboard",
+    "wandb/offline-run-*": "wandb sync {}/wandb/offline-run-*",
+    "mlflow/mlflow.db": "mlflow ui --backend-store-uri sqlite:///{}/mlflow/mlflow.db",
+}
 
 
 def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experiment, found: str) -> Iterator[str]:
@@ -88,8 +94,9 @@ def last_block(paths: ExperimentPaths, outcome: str, seconds: float, best: dict[
         yield f"best: epoch {best['epoch']}, {shown_values(best['values'])}"
         yield f"weights: {paths.data / 'module_ckps' / 'best'}"
     yield f"log: {paths.log_file}"
-    if paths.tensorboard.exists():
-        yield f"curves: tensorboard --logdir {paths.tensorboard}"
+    for pattern, command in _CURVES.items():
+        if any(paths.logs.glob(pattern)):
+            yield f"curves: {command.format(paths.logs)}"
 
 
 def next_line(paths: ExperimentPaths, progress: Progress) -> str:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InvalidExperiment, Problem
+from pipeline.components import BaseTracker, Image, Point, TrackedRun
+from pipeline.runtime.png import size_of
 
-Point = tuple[str, int, float]
+_COLOURS = 3
 
 
-def check_installed(settings_file: Path) -> None:
-    """Refuse before training if TensorBoard was asked for and is not there."""
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        what = "tensorboard.enabled is true, but the package is not installed"
-        raise InvalidExperiment(
-            [Problem(str(settings_file), what, "pip install 'training-pipeline[tensorboard]'")]
-        ) from None
+class TensorBoard(BaseTracker):
+    """One event file per start; what older files say from the run's first step on is forgotten."""
+
+    def begin(self, run: TrackedRun) -> None:
+        self._events = EventFile(run.folder, run.first_step)
+
+    def publish(self, points: list[Point]) -> None:
+        self._events.add([(step, {"tag": tag, "simple_value": value}) for tag, step, value in points])
+
+    def publish_images(self, images: list[Image]) -> None:
+        self._events.add([(step, {"tag": tag, "image": _shown(png)}) for tag, step, png in images])
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def _shown(png: bytes) -> dict[str, Any]:
+    width, height = size_of(png)
+    return {"width": width, "height": height, "colorspace": _COLOURS, "encoded_image_string": png}
 
 
 class EventFile:
@@ -44,13 +54,10 @@ class EventFile:
         self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
         self._file.flush()
 
-    def publish(self, points: Iterable[Point]) -> None:
-        """Add values; they are with the reader once this returns."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        for tag, step, value in points:
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-            self._write(self._event(wall_time=time.time(), step=step, summary=summary))
+    def add(self, values: list[tuple[int, dict[str, Any]]]) -> None:
+        """Add values by step; they are with the reader once this returns."""
+        for step, value in values:
+            self._write(self._event(wall_time=time.time(), step=step, summary={"value": [value]}))
         self._file.flush()
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ MISSING = {
         "create_scheduler is not defined",
         "",
     ),
+    "tracker": ("trackers__mine", "traker = 3\n", "tracker is not defined", "'traker'"),
     "stopper": ("early_stopper", "early_stoper = 3\n", "early_stopper is not defined", "'early_stoper'"),
 }
 
@@ -141,6 +142,18 @@ SIGNATURES = {
         "loss_registers = ['loss_b', 'error']\n\n"
         "class ModuleTransform:\n    def __init__(self, device):\n        pass\n",
         "ModuleTransform(data_counters, device, logger)",
+    ),
+    "images": (
+        "module_transforms__b",
+        "from . import a\n\nloss_registers = ['loss_b', 'error']\n\n"
+        "class ModuleTransform(a.ModuleTransform):\n    def images(self, batch):\n        pass\n",
+        "images(self, batch, modules)",
+    ),
+    "tracker": (
+        "trackers__mine",
+        "from pipeline.components import BaseTracker\n\nclass Odd(BaseTracker):\n"
+        "    def publish(self, points, more):\n        pass\n\ntracker = Odd()\n",
+        "publish(points, more) must take 1 arg",
     ),
     "optimizer": (
         "optim_sched__heads",

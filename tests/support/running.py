@@ -35,7 +35,9 @@ def command(
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**os.environ, **quiet, **(more or {})}
+    # A run must not share the service process of a W&B run inside this one.
+    own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return {**own, **quiet, **(more or {})}
 
 
 def run_process(

@@ -46,6 +46,7 @@ BASES = {
     "data_transforms": components.BaseDataTransform,
     "module_transforms": components.BaseModuleTransform,
     "optim_sched": components.BaseScheduler,
+    "trackers": components.BaseTracker,
     "checkpoint_saver": components.BaseCheckpointSaver,
     "early_stopper": components.BaseEarlyStopper,
     "loss_weighter": components.BaseLossWeighter,
@@ -344,6 +345,7 @@ def test_pymodule_snippets_run_and_resume(variant: Variant, digits_home: Path, t
     for name in ("whole", "parts"):
         folder = shutil.copytree(home / "experiment_settings/digits", home / "experiment_settings" / name)
         for path, text in variant.files.items():
+            (folder / "pymodules/trackers").mkdir(exist_ok=True)
             assert (folder / path).parent.is_dir(), f"{path} must say where the snippet belongs"
             (folder / path).write_text(text)
     words = ("--stop-after-epoch", "2")

@@ -16,7 +16,9 @@ from pipeline.experiment.settings import (
     LoggingSettings,
     LossRegister,
     LrScaling,
+    MlflowSettings,
     TrainingSettings,
+    WandbSettings,
     differing_overrides,
     parse_settings,
     read_contents,
@@ -171,6 +173,8 @@ def test_logging_defaults_are_those_of_the_schema() -> None:
     found = defaults_of(LoggingSettings)
     assert {key: found[key] for key in expected} == expected
     assert found["tensorboard"] == schema_defaults(properties["tensorboard"])["enabled"]
+    assert defaults_of(WandbSettings) == schema_defaults(properties["wandb"])
+    assert defaults_of(MlflowSettings) == schema_defaults(properties["mlflow"])
 
 
 def test_register_and_scaling_defaults_are_those_of_the_schema() -> None:

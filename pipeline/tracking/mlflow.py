@@ -1,0 +1,116 @@
+"""MLflow: one run that every start continues, in a database below the logs or on a tracking server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.components import BaseTracker, Image, Point, TrackedRun
+from pipeline.experiment.settings import MlflowSettings
+
+RUN_TAG = "training_pipeline.run_id"
+DATABASE = "mlflow.db"
+_MOST_METRICS = 1000
+_MOST_PARAMETERS = 100
+_LONGEST_PARAMETER = 500
+# MLflow would wait long for a server that does not answer, and training with it; and it reports its own use elsewhere.
+_VARIABLES = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+class Mlflow(BaseTracker):
+    """Logs what the run, which it finds again by a tag, does not have yet."""
+
+    def __init__(self, settings: MlflowSettings) -> None:
+        self._settings = settings
+        self._last: dict[str, int] = {}
+
+    def begin(self, run: TrackedRun) -> int | None:
+        for variable, value in _VARIABLES.items():
+            os.environ.setdefault(variable, value)
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._client: Any = MlflowClient(self._settings.tracking_uri or _database(run.folder))
+        self._run_id = self._found(run)
+        for tag in self._client.get_run(self._run_id).data.metrics:
+            self._last[tag] = max(metric.step for metric in self._client.get_metric_history(self._run_id, tag))
+        self._client.update_run(self._run_id, status="RUNNING")
+        return max(self._last.values(), default=0)
+
+    def _found(self, run: TrackedRun) -> str:
+        """Return MLflow's id of the run; it is created if this is the first start."""
+        experiment = self._client.get_experiment_by_name(run.experiment)
+        is_local = self._settings.tracking_uri is None
+        place = (run.folder / "artifacts").as_uri() if is_local else None
+        number = experiment.experiment_id if experiment else self._client.create_experiment(run.experiment, place)
+        known = self._client.search_runs([number], f"tags.`{RUN_TAG}` = '{run.run_id}'")
+        if known:
+            return str(known[0].info.run_id)
+        created = self._client.create_run(number, tags={RUN_TAG: run.run_id}, run_name=run.experiment)
+        self._log_settings(str(created.info.run_id), run.settings)
+        return str(created.info.run_id)
+
+    def _log_settings(self, run_id: str, settings: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        flat = islice(_flat(settings), _MOST_PARAMETERS)
+        self._client.log_batch(run_id, params=[Param(_name(key), value[:_LONGEST_PARAMETER]) for key, value in flat])
+
+    def publish(self, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        new = [point for point in points if point.step > self._last.get(_name(point.tag), -1)]
+        now = int(1000 * time.time())
+        metrics = [Metric(_name(tag), value, now, step) for tag, step, value in sorted(new, key=lambda one: one.step)]
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MOST_METRICS])
+
+    def publish_images(self, images: list[Image]) -> None:
+        """Keep images as artifacts; one that is there is replaced by the same."""
+        with tempfile.TemporaryDirectory() as folder:
+            for image in images:
+                file = Path(folder) / f"step_{image.step}.png"
+                file.write_bytes(image.png)
+                self._client.log_artifact(self._run_id, str(file), _name(image.tag))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _database(folder: Path) -> str:
+    """Return the address of the database below the logs; it appears as a whole, because one half made is of no use."""
+    from mlflow import MlflowClient
+
+    if not (folder / DATABASE).exists():
+        for leftover in folder.glob("*.new"):
+            leftover.unlink()
+        staging = folder / f"{uuid.uuid4().hex}.new"
+        MlflowClient(f"sqlite:///{staging}").search_experiments()
+        staging.replace(folder / DATABASE)
+    return f"sqlite:///{folder / DATABASE}"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every setting with the path that leads to it."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, str(value)
+
+
+def _name(tag: str) -> str:
+    """Return a tag in the letters that MLflow allows."""
+    return re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)
