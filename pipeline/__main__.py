@@ -12,6 +12,7 @@ from pipeline.errors import PipelineError
 _VERBS = {
     "new": "Write a settings folder that trains as it is.",
     "status": "Show how far experiments have come, without touching them.",
+    "report": "Write one HTML page about one or several experiments, at any time.",
     "fsck": "Verify every digest of an experiment's results and say what to do about damage.",
     "verify-resume": "Prove on an experiment of your own that a killed and resumed run gives the same bits.",
     "replay": "Rebuild one past step exactly: its items, losses and gradient norms.",

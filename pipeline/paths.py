@@ -131,6 +131,10 @@ class ExperimentPaths:
         return self.logs / "journal.jsonl"
 
     @property
+    def report_file(self) -> Path:
+        return self.logs / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         return self.logs / "tensorboard"
 

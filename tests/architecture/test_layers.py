@@ -18,7 +18,7 @@ LAYERS = [
     {"components"},
     {"experiment"},
     {"stages", "results", "tracking"},
-    {"machinery"},
+    {"machinery", "report"},
     {"loop"},
     {"run"},
     {"entry"},
