@@ -14,7 +14,7 @@ MOST_POINTS = 1500
 
 def series(curve: Curve, most_points: int = MOST_POINTS) -> dict[str, list[float | None]]:
     """Return a curve as JSON can hold it; a gap is null, a long curve keeps the extremes of each stretch."""
-    kept = curve if len(curve.values) <= most_points else _thinned(curve, most_points // 2)
+    kept = curve if len(curve.values) <= most_points else _thinned(curve, max(1, most_points // 2 - 1))
     return {"x": [shortened(epoch) for epoch in kept.epochs], "y": [shortened(value) for value in kept.values]}
 
 
@@ -29,7 +29,7 @@ def _thinned(curve: Curve, num_stretches: int) -> Curve:
     epochs, values = np.asarray(curve.epochs, dtype=float), np.asarray(curve.values, dtype=float)
     values = np.where(np.isfinite(values), values, np.nan)
     stretches = np.array_split(np.arange(len(values)), num_stretches)
-    kept = [place for stretch in stretches for place in _kept(stretch, values)]
+    kept = sorted({0, *(place for stretch in stretches for place in _kept(stretch, values)), len(values) - 1})
     return Curve(epochs[kept].tolist(), values[kept].tolist())
 
 

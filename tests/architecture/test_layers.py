@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import run_inside
+
 ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors"},
@@ -62,13 +64,13 @@ def test_every_part_has_its_place() -> None:
     assert {part_of(path) for path in FILES} == set(LEVEL)
 
 
-@pytest.mark.parametrize("verb", ["status", "new"])
-def test_verbs_without_torch_stay_so(verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("status",), ("new", "other"), ("report", "tiny")], ids=lambda words: words[0])
+def test_verbs_without_torch_stay_so(words: tuple[str, ...], home: Path) -> None:
     """These verbs answer at once because they never import torch."""
-    words = ["new", "tiny"] if verb == "new" else ["status"]
+    run_inside(home, "--stop-after-epoch", "0")
     code = (
         "import sys; from pipeline.__main__ import main; "
-        f"main({[*words, '--data-home', str(tmp_path)]!r}); assert 'torch' not in sys.modules"
+        f"assert main({[*words, '--data-home', str(home)]!r}) == 0; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

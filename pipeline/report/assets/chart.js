@@ -18,7 +18,9 @@ function zoomTo(range) {
 class Chart {
   /** A curve is {kind, story, x, y, colour, dash, look}; marks are {x, y, kind, story, colour, text}. */
   constructor({ title, note = "", curves, marks = [], hidden = [], unit = "" }) {
-    Object.assign(this, { title, curves, marks, unit, isLog: false, hidden: new Set(hidden), hover: null });
+    const told = new Set(curves.map((curve) => curve.story));
+    this.marks = marks.filter((mark) => told.has(mark.story));
+    Object.assign(this, { title, curves, unit, isLog: false, hidden: new Set(hidden), hover: null });
     this.kinds = [...new Set(curves.map((curve) => curve.kind))];
     this.plot = element("div", { class: "plot" });
     this.tip = element("div", { class: "tip", hidden: "" });
@@ -56,7 +58,7 @@ class Chart {
     const curve = this.curves.find((one) => one.kind === kind);
     const isShown = !this.hidden.has(kind);
     const button = element("button", { type: "button", class: "key", "aria-pressed": String(isShown) });
-    button.append(lineSample(curve), kind);
+    button.append(lineSample(isOverlay ? { ...curve, colour: "plain" } : curve), kind);
     button.addEventListener("click", () => {
       this.hidden.has(kind) ? this.hidden.delete(kind) : this.hidden.add(kind);
       button.setAttribute("aria-pressed", String(!this.hidden.has(kind)));
@@ -78,8 +80,9 @@ class Chart {
     if (!width) return;
     this.measure(width);
     const svg = shape("svg", { width, height: CHART.height, role: "img", tabindex: "0", "aria-label": this.title });
-    svg.append(...this.axes(), ...this.drawnMarks(), ...this.visible().flatMap((curve) => this.drawn(curve)));
-    svg.append(...this.drawnRings());
+    // What is drawn later lies above: the first kind of the legend is the most important one.
+    const curves = this.visible().reverse().flatMap((curve) => this.drawn(curve));
+    svg.append(...this.axes(), ...this.drawnMarks(), ...curves, ...this.drawnRings());
     this.overlay = shape("g");
     svg.append(this.overlay);
     this.plot.replaceChildren(svg, this.tip);
@@ -172,7 +175,8 @@ class Chart {
     const lines = (kind) => this.shownMarks(kind).map((mark) => this.upright(mark));
     const ticks = this.shownMarks("skipped").map((mark) => {
       const x = this.across(mark.x).toFixed(1);
-      return shape("line", { class: "mark skipped", x1: x, x2: x, y1: CHART.top - 4, y2: CHART.top + 4 });
+      const look = `mark skipped colour-${mark.colour}`;
+      return shape("line", { class: look, x1: x, x2: x, y1: CHART.top - 4, y2: CHART.top + 4 });
     });
     return [...lines("resumed"), ...lines("best"), ...ticks];
   }
@@ -305,6 +309,6 @@ function lineSample(curve) {
 
 function markSample(kind) {
   const svg = shape("svg", { class: "sample", width: 10, height: 10, "aria-hidden": "true" });
-  svg.append(shape("line", { class: `mark ${kind}`, x1: 5, x2: 5, y1: 0, y2: 10 }));
+  svg.append(shape("line", { class: `mark ${kind} colour-plain`, x1: 5, x2: 5, y1: 0, y2: 10 }));
   return svg;
 }

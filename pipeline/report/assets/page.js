@@ -22,6 +22,12 @@ function table(head, rows, attributes = {}) {
   return element("div", { class: "scroll" }, element("table", attributes, top, body));
 }
 
+/** Return a table without the columns that say nothing. */
+function filledTable(head, rows) {
+  const isFilled = (_, place) => rows.some((row) => row[place] !== "");
+  return table(head.filter(isFilled), rows.map((row) => row.filter(isFilled)));
+}
+
 function withAttributes(row, attributes) {
   return Object.assign(row, { attributes });
 }
@@ -58,8 +64,11 @@ function topOfPage() {
 }
 
 function facts(story) {
-  const found = [["stands at", story.place?.words], ["best epoch", story.best?.epoch], ["time in runs", shownDuration(totalSeconds(story))]];
-  found.push(["starts", story.starts.length], ["skipped steps", story.skipped.count]);
+  const found = [
+    story.state === "finished" ? ["epochs", story.place?.epoch] : ["committed", story.place?.words],
+    ["best epoch", story.best?.epoch], ["time in runs", shownDuration(totalSeconds(story))],
+    ["starts", story.starts.length], ["skipped steps", story.skipped.count],
+  ];
   if (story.now) found.push(...liveFacts(story.now));
   const shown = found.filter(([, value]) => value !== undefined && value !== null && value !== "");
   return element("dl", { class: "facts" }, ...shown.map(([name, value]) =>
@@ -90,8 +99,8 @@ function comparison() {
   const names = registerNames();
   const rows = stories.map((story) => [storyName(story), stateBadge(story), story.place?.words ?? "", orNan(story.best?.epoch),
     ...names.map((name) => orNan(story.best?.values?.[name])), shownDuration(totalSeconds(story)), story.starts.length, story.skipped.count]);
-  const values = names.map((name) => `${name}, best epoch`);
-  return table(["experiment", "state", "stands at", "best epoch", ...values, "time", "starts", "skipped"], rows);
+  const head = ["experiment", "state", "committed", "best epoch", ...names, "time", "starts", "skipped"];
+  return element("div", {}, table(head, rows), element("p", { class: "note" }, "Values are those of the validation at the best epoch."));
 }
 
 function failureBox(story) {
@@ -108,7 +117,7 @@ function storyTitle(story, words) {
 }
 
 function resumeHint() {
-  return element("p", {}, "Everything up to the last commit is kept; --resume continues from there.");
+  return element("p", {}, "Everything up to the last commit is kept; ", element("code", {}, "--resume"), " continues from there.");
 }
 
 /* ---- the charts ---- */
@@ -157,11 +166,13 @@ function startWords(story, start) {
 }
 
 /** Return a chart of a group of series that have names of their own. */
-function groupChart(title, group, { note = "", unit = "", look = "bold", marks = [] } = {}) {
+function groupChart(title, group, { note = "", unit = "", look = "bold", marks = [], dashed = false } = {}) {
   const kinds = [...new Set(stories.flatMap((story) => Object.keys(story.curves[group])))];
   const curves = kinds.flatMap((kind, place) => stories.flatMap((story, index) => {
     const series = story.curves[group][kind];
-    return series?.x.length ? [curveOf(index, kind, series, place, look)] : [];
+    const curve = curveOf(index, kind, series ?? { x: [], y: [] }, place, look);
+    // Values that are often equal would hide each other: dashes let the one below be seen.
+    return curve.x.length ? [dashed ? { ...curve, dash: place % 5 } : curve] : [];
   }));
   return curves.length ? new Chart({ title, note, unit, curves, marks }) : null;
 }
@@ -170,9 +181,9 @@ function charts() {
   const plain = marksOf().filter((mark) => mark.kind !== "best");
   const found = [
     ...registerNames().map(registerChart),
-    groupChart("learning rates", "rates", { marks: plain.filter((mark) => mark.kind === "resumed") }),
+    groupChart("learning rates", "rates", { marks: plain.filter((mark) => mark.kind === "resumed"), dashed: true }),
     groupChart("gradient norms", "grad_norms", { note: "before clipping", marks: plain, look: "thin" }),
-    groupChart("loss weights", "loss_weights"),
+    groupChart("loss weights", "loss_weights", { dashed: true }),
     groupChart("time per epoch", "times", { note: "seconds", unit: " s" }),
     groupChart("memory", "memory", { note: "MB, highest so far on rank 0", unit: " MB" }),
   ].filter(Boolean);
@@ -228,7 +239,7 @@ function startTable(story) {
   const rows = story.starts.map((start) => [String(start.number), start.began, start.from?.words ?? "",
     element("span", { class: `state ${start.outcome}` }, start.outcome === "unknown" ? "not noted" : start.outcome),
     start.reason ?? "", shownDuration(start.seconds), machine(start.said), start.changed.join(", ")]);
-  return rows.length ? table(["start", "began", "from", "ended", "why", "time", "ran on", "changed since the start before"], rows) : null;
+  return rows.length ? filledTable(["start", "began", "from", "ended", "why", "time", "ran on", "changed"], rows) : null;
 }
 
 function machine(said) {
@@ -259,18 +270,19 @@ function sideBySide(title, valuesOf, shown) {
     return withAttributes([name, ...cells], differs ? { class: "differs" } : {});
   });
   const differing = rows.filter((row) => row.attributes.class), same = rows.filter((row) => !row.attributes.class);
-  const head = [title, ...stories.map((story) => (isOverlay ? storyName(story) : "value"))];
+  // A name in a head is an element, which stands in one table only.
+  const head = () => [title, ...stories.map((story) => (isOverlay ? storyName(story) : "value"))];
   return { differing, same, head };
 }
 
 function settingsTables() {
   const { differing, same, head } = sideBySide("setting", (story) => story.settings, shownSetting);
-  if (!isOverlay) return [table(head, same)];
+  if (!isOverlay) return [table(head(), same)];
   const files = sideBySide("pymodule", pymodules, (digest) => (digest ? digest.slice(0, 12) : "–"));
   const nothing = element("p", {}, "The settings files are the same.");
-  return [differing.length ? table(head, differing) : nothing,
-    files.differing.length ? table(files.head, files.differing) : element("p", {}, "The pymodules are the same."),
-    folded("Settings that are the same", table(head, same))];
+  return [differing.length ? table(head(), differing) : nothing,
+    files.differing.length ? table(files.head(), files.differing) : element("p", {}, "The pymodules are the same."),
+    same.length ? folded("Settings that are the same", table(head(), same)) : null];
 }
 
 function pymodules(story) {
@@ -302,7 +314,7 @@ function shownFact(value) {
 function show() {
   const parts = [
     topOfPage(), ...stories.map(failureBox),
-    isOverlay ? section("Experiments", comparison()) : section("Where it stands", facts(stories[0]), valuesTable(stories[0])),
+    isOverlay ? section("Experiments", comparison()) : section("Summary", facts(stories[0]), valuesTable(stories[0])),
     charts(),
     section("Epochs", ...eachStory(epochTable)), section("Starts", ...eachStory(startTable)),
     section("Lineage", lineageTable()), section(isOverlay ? "What differs" : "Settings", ...settingsTables()),

@@ -38,7 +38,8 @@ function shownDuration(seconds) {
 /** Return the round distance that cuts an extent into about so many parts. */
 function roundStep(extent, parts) {
   const rough = extent / Math.max(1, parts), power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough * 0.999);
+  const factor = [10, 5, 2, 1].find((one) => rough / power >= one / Math.SQRT2) ?? 1;
+  return factor * power;
 }
 
 function linearTicks([low, high], parts, smallest = 0) {
@@ -82,7 +83,7 @@ function paddedExtent(values, isLog) {
   }
   if (low > high) return isLog ? [0.1, 1] : [0, 1];
   if (isLog) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.05, high * (high / low) ** 0.05];
-  if (low === high) return low === 0 ? [-1, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+  if (low === high) return low === 0 ? [-1, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
   const air = (high - low) * 0.06;
   return [low >= 0 && low < air * 2 ? 0 : low - air, high + air];
 }
