@@ -80,8 +80,7 @@ class Chart {
     if (!width) return;
     this.measure(width);
     const svg = shape("svg", { width, height: CHART.height, role: "img", tabindex: "0", "aria-label": this.title });
-    // What is drawn later lies above: the first kind of the legend is the most important one.
-    const curves = this.visible().reverse().flatMap((curve) => this.drawn(curve));
+    const curves = this.visible().reverse().sort((one, other) => depth(one) - depth(other)).flatMap((curve) => this.drawn(curve));
     svg.append(...this.axes(), ...this.drawnMarks(), ...curves, ...this.drawnRings());
     this.overlay = shape("g");
     svg.append(this.overlay);
@@ -294,6 +293,11 @@ class Chart {
 }
 
 const MARK_WORDS = { best: "best epoch", resumed: "resumed", skipped: "skipped step" };
+
+/** What is drawn later lies above: single steps at the bottom, and dashes over the lines they may coincide with. */
+function depth(curve) {
+  return curve.look === "fine" ? 0 : 1 + curve.dash;
+}
 
 function firstFrom(numbers, wanted) {
   const index = numbers.findIndex((number) => number >= wanted);

@@ -137,7 +137,7 @@ function curveOf(index, kind, series, place, look = "bold") {
 }
 
 function registerChart(name) {
-  const curves = [], kinds = [["val", "val", 1, "bold"], ["train", "train", 0, "bold"], ["steps", "train, each step", 0, "fine"]];
+  const curves = [], kinds = [["val", "val", 1, "bold"], ["train", "train", 0, "bold"], ["steps", "train steps", 0, "fine"]];
   stories.forEach((story, index) => {
     for (const [group, kind, place, look] of kinds) {
       const series = story.curves[group][name];
@@ -147,7 +147,7 @@ function registerChart(name) {
   curves.sort((one, other) => kinds.findIndex((kind) => kind[1] === one.kind) - kinds.findIndex((kind) => kind[1] === other.kind));
   const register = stories.flatMap((story) => story.registers).find((one) => one.name === name);
   const note = register?.direction === "max" ? "more is better" : "";
-  return curves.length ? new Chart({ title: name, note, curves, marks: marksOf(name), hidden: isOverlay ? ["train, each step"] : [] }) : null;
+  return curves.length ? new Chart({ title: name, note, curves, marks: marksOf(name), hidden: isOverlay ? ["train steps"] : [] }) : null;
 }
 
 function marksOf(register = null) {
