@@ -5,11 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from pipeline.experiment.user_code import author_frames
 from pipeline.paths import ExperimentPaths
 from pipeline.report.page import leave_report
 from pipeline.results.journal import END, Journal
+from pipeline.runtime.logs import LOGGER
 
 
 @contextmanager
@@ -22,9 +24,14 @@ def reported(paths: ExperimentPaths, journal: Journal, close: Callable[[], None]
         close()
         # Whoever interrupts wants to leave at once.
         if journal.rank == 0 and isinstance(error, Exception):
-            leave_report(paths)
+            _name(leave_report(paths))
         raise
     close()
+
+
+def _name(page: Path | None) -> None:
+    if page is not None:
+        LOGGER.info("report: %s", page)
 
 
 def _told(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from pipeline.runtime.regular_files import read_regular
 
 _MOST_SERIES = 20
 _FEWEST_POINTS = 100
+_SHOWN_OF_EACH = ("world_size", "backend", "host")
 _SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 
 
@@ -127,8 +128,13 @@ def _skipped(steps: Steps, most_points: int) -> dict[str, Any]:
 
 
 def _placed(starts: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
-    """Return the starts with their places on the axis of epochs."""
-    return [{**start, "epoch": _epoch(start["from"], num_steps)} for start in starts]
+    """Return the starts with their places on the axis of epochs; all that one said is shown of the last alone."""
+    shown = [{name: start["said"].get(name) for name in _SHOWN_OF_EACH} for start in starts[:-1]]
+    said = [*shown, *(start["said"] for start in starts[-1:])]
+    return [
+        {**start, "said": own, "epoch": _epoch(start["from"], num_steps)}
+        for start, own in zip(starts, said, strict=True)
+    ]
 
 
 def _epoch(at: dict[str, Any] | None, num_steps: int) -> float | None:

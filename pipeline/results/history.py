@@ -124,11 +124,18 @@ def _epochs(files: dict[str, Path], split: str) -> dict[str, Curve]:
 def _loss_weights(files: dict[str, Path]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for path in sorted(filter(_WEIGHT_FILE.fullmatch, files), key=_epoch_of):
-        for register, weight in json.loads(read_regular(files[path]))["loss_weights"].items():
+        for register, weight in _weights_in(files[path]).items():
             curve = curves.setdefault(register, Curve())
             curve.epochs.append(_epoch_of(path))
             curve.values.append(weight)
     return curves
+
+
+def _weights_in(path: Path) -> dict[str, float]:
+    try:
+        return dict(json.loads(read_regular(path))["loss_weights"])
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise UnreadableFile(f"{path} must hold the loss weights of an epoch, but does not: {error}.") from error
 
 
 def _add_losses(found: Steps, register: str, epoch: int, path: Path) -> None:

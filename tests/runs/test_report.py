@@ -52,7 +52,9 @@ def test_stopped_and_finished_runs_leave_a_page(home: Path, capsys: pytest.Captu
 def test_failed_run_leaves_a_page_with_the_cause(home: Path) -> None:
     """Whichever process failed, rank zero writes the page, and the cause stands first."""
     write_experiment(home, files={"pymodules/module_transforms/b.py": FAILS_ON_RANK_ONE})
-    assert run_process(home, nproc=2).returncode != 0
+    done = run_process(home, nproc=2)
+    assert done.returncode != 0
+    assert f"report: {home / 'experiment_logs/tiny/report.html'}" in done.stdout
     story = told(home)
     assert story["state"] == "failed"
     assert story["errors"][0]["rank"] == 1

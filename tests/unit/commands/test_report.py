@@ -59,6 +59,17 @@ def test_bad_input_is_told(home: Path, capsys: pytest.CaptureFixture[str], words
     assert tree(home) == before
 
 
+def test_damaged_record_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that does not hold what it should is told in one sentence; no page is written."""
+    run_inside(home, "--stop-after-epoch", "0")
+    (file,) = (home / "experiment_results/tiny/generations").rglob("loss_weights_0.json")
+    file.write_text("[]")
+    (home / "experiment_logs/tiny/report.html").unlink()
+    assert call(home, "tiny") == 1
+    assert f"{file} must hold the loss weights" in capsys.readouterr().err
+    assert not (home / "experiment_logs/tiny/report.html").exists()
+
+
 def test_report_without_results_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An experiment that never ran has nothing to tell."""
     assert call(home, "tiny") == 2
