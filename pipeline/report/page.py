@@ -20,7 +20,7 @@ from pipeline.report.story import tell
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.regular_files import replace_text
 
-_SCRIPTS = ("scales.js", "chart.js", "page.js")
+_SCRIPTS = ("scales", "elements", "pointing", "chart", "curves", "tables", "page")
 
 
 def write_report(target: Path, experiments: Sequence[ExperimentPaths]) -> int:
@@ -43,7 +43,7 @@ def leave_report(paths: ExperimentPaths) -> Path | None:
 
 def page(stories: Sequence[dict[str, Any]]) -> str:
     """Return the HTML text that shows these stories."""
-    style, script = _asset("style.css"), "\n".join(map(_asset, _SCRIPTS))
+    style, script = _asset("style.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     told = {"stories": stories, "written": time.strftime("%Y-%m-%d %H:%M:%S%z"), "version": pipeline.__version__}
     parts = {
         "title": html.escape(", ".join(story["name"] for story in stories)),

@@ -2,23 +2,6 @@
 
 /* Numbers as people read them, and the places of ticks on an axis. */
 
-const SVG = "http://www.w3.org/2000/svg";
-
-/** Return an element; texts among the children stay texts, whatever they contain. */
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children.filter((child) => child !== null));
-  return node;
-}
-
-function shape(tag, attributes = {}, text = "") {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.textContent = text;
-  return node;
-}
-
 function shownNumber(value, digits = 4) {
   if (value === null || value === undefined) return "nan";
   if (value === 0) return "0";
