@@ -84,10 +84,20 @@ class Chart {
     this.measure(width);
     const svg = shape("svg", { width, height: PLOT.height, role: "img", tabindex: "0", "aria-label": this.title });
     const curves = this.visible().reverse().sort((one, other) => depth(one) - depth(other));
-    svg.append(...this.axes(), ...this.drawnMarks(), ...curves.flatMap((curve) => this.drawn(curve)));
+    svg.append(...this.axes(), ...this.drawnMarks(), ...this.clipped(curves.flatMap((curve) => this.drawn(curve))));
     svg.append(...this.drawnRings());
     this.plot.replaceChildren(svg);
     this.pointing.attach(svg);
+  }
+
+  /** Return what is drawn inside the plot alone: zoomed in, lines go on beyond it. */
+  clipped(nodes) {
+    const id = `plot-${shared.charts.indexOf(this)}`, clip = shape("clipPath", { id });
+    const [width, height] = [this.right - this.left + 8, this.base + 2];
+    clip.append(shape("rect", { x: this.left - 4, y: 0, width, height }));
+    const inside = shape("g", { "clip-path": `url(#${id})` });
+    inside.append(...nodes);
+    return [clip, inside];
   }
 
   /** Decide both extents, the ticks, and the room their labels need. */

@@ -100,9 +100,10 @@ class Pointing {
   }
 
   fillTip(points) {
-    const rows = points.map(({ curve, value }) => {
+    const rows = points.map(({ curve, at, value }) => {
       const shown = value === null ? "nan" : shownNumber(value) + this.chart.unit;
-      const name = element("td", {}, lineSample(curve), curve.label);
+      const place = at === this.epoch ? "" : ` at ${shownNumber(at)}`;
+      const name = element("td", {}, lineSample(curve), curve.label + place);
       return element("tr", {}, name, element("td", { class: "number" }, shown));
     });
     const title = element("strong", {}, `epoch ${shownNumber(this.epoch)}`);
