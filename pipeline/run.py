@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,13 @@ from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, r
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
-from pipeline.experiment.user_code import author_frames
 from pipeline.experiment.weights import load_initial_weights
 from pipeline.loop import Loop
 from pipeline.machinery import Machinery, build_machinery
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
+from pipeline.report.ending import reported
+from pipeline.report.page import leave_report
 from pipeline.results.copies import copy_folder, differing_files, digest_folder, refuse_edited_copy
 from pipeline.results.journal import END, START
 from pipeline.results.lock import RunLock
@@ -71,11 +71,6 @@ def _settle(paths: ExperimentPaths, disk: Disk) -> None:
         LOGGER.info(line)
 
 
-def _told(error: BaseException) -> str:
-    """Return what a journal should say of an error: the author's own frames if there are any."""
-    return author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
-
-
 class _Run:
     """One start of an experiment, fresh or continued."""
 
@@ -107,13 +102,8 @@ class _Run:
             progress, run_state = Progress(), {}
             self._count(machinery)
         self._introduce(machinery, progress)
-        try:
+        with reported(self._paths, machinery.journal, machinery.close):
             return self._loop(machinery, progress, run_state)
-        except BaseException as error:
-            machinery.journal.note(END, outcome="failed", error=_told(error))
-            raise
-        finally:
-            machinery.close()
 
     def _begin(self, action: str) -> Machinery:
         """Check everything, and only then write: a refusal leaves the disk as it was."""
@@ -283,6 +273,7 @@ class _Run:
         asked_by = machinery.stop_requests.reason or "asked by another process"
         reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
         machinery.journal.note(END, outcome=outcome, at=progress.as_json(), reason=machinery.stop_requests.reason)
-        for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
+        seconds, report = time.monotonic() - self._started, leave_report(self._paths)
+        for line in last_block(self._paths, f"{outcome}{reason}", seconds, loop.best, report):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))

@@ -196,7 +196,7 @@ class ContractReader:
             )
         elif inspect.isclass(create) and not takes(inspect.getattr_static(create, "__call__", list), 3):
             self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
-        elif hasattr(create, "images") and not _takes(create.images, 3):
+        elif hasattr(create, "images") and not takes(create.images, 3):
             self._broken(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
 

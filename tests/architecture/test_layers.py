@@ -20,7 +20,7 @@ LAYERS = [
     {"components"},
     {"experiment"},
     {"stages", "results", "tracking"},
-    {"machinery"},
+    {"machinery", "report"},
     {"loop"},
     {"run"},
     {"entry"},
@@ -71,6 +71,7 @@ WITHOUT_TORCH = {
     "logs": ["tiny"],
     "stop": ["tiny"],
     "compare": ["tiny"],
+    "report": ["tiny"],
     "clean": ["tiny"],
 }
 
