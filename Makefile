@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests wait for disks and processes more than for the CPU, so that two at a time take little more than one.
 WORKERS ?= -n 2 --dist worksteal
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench pictures clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,9 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m tests.bench
+
+pictures: .venv/installed
+	$(BIN)/python -m tests.pictures
 
 clean:
 	rm -rf .venv demo

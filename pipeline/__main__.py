@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from pipeline.arguments import RankZeroParser
 from pipeline.errors import PipelineError
 from pipeline.paths import DATA_HOME_VARIABLE
 
@@ -21,8 +22,11 @@ _VERBS = {
     "stop": "Ask a run to finish its step or epoch, commit and end.",
     "compare": "Show best and last values of experiments and the settings in which they differ.",
     "clean": "Show what could be freed, and free it if told to; never what a resume needs.",
+    "report": "Write one HTML page about one or several experiments, at any time.",
     "fsck": "Verify every digest of an experiment's results and say what to do about damage.",
     "verify-resume": "Prove on an experiment of your own that a killed and resumed run gives the same bits.",
+    "evaluate": "Evaluate a split with committed weights, exactly, alone or under torchrun.",
+    "export": "Put modules of experiments and of foreign files into one file of weights.",
     "replay": "Rebuild one past step exactly: its items, losses and gradient norms.",
 }
 
@@ -30,7 +34,7 @@ _VERBS = {
 def main(words: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     words, flags = _parted(sys.argv[1:] if words is None else words)
-    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__, allow_abbrev=False)
+    parser = RankZeroParser(prog="python -m pipeline", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in _VERBS.items():
         own = verbs.add_parser(

@@ -49,7 +49,7 @@ class Arguments:
         )
 
 
-class _Parser(argparse.ArgumentParser):
+class RankZeroParser(argparse.ArgumentParser):
     """Reports from rank zero only: under torchrun every process parses the same line."""
 
     def error(self, message: str) -> NoReturn:
@@ -110,7 +110,7 @@ def _contradiction(mode: str, parsed: dict[str, object]) -> str | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = RankZeroParser(
         prog="training_pipeline.py",
         description="Train an experiment stage by stage; kill it anywhere and run it again.",
         epilog=_EXAMPLES,

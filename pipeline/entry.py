@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -20,8 +21,9 @@ from pipeline.run import Watch, run
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
 from pipeline.runtime.processes import Processes, is_lost_peer
 
-_INTERRUPTED = "Interrupted. The last commit is intact; continue with --auto."
-_LOST_PEER = "Ended because another process of this run has failed or was killed. Continue with --auto."
+_INTERRUPTED = "Interrupted."
+_LOST_PEER = "Ended because another process of this run has failed or was killed."
+_CONTINUE = " The last commit is intact; continue with --auto."
 _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
 _OUT_OF_MEMORY = (
     "fix: lower batch_size in dataloaders/*.py (step_min_items keeps the step as it is), or use precision bf16."
@@ -30,14 +32,20 @@ _OUT_OF_MEMORY = (
 
 def attempt(arguments: Arguments, watch: Watch | None = None) -> int:
     """Join the other processes, run, and return an exit code that tells the truth."""
+    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    return join_and_act(lambda processes: run(arguments, processes, watch=watch), paths)
+
+
+def join_and_act(act: Callable[[Processes], object], paths: ExperimentPaths | None = None) -> int:
+    """Join the other processes, act, and return an exit code; ``paths`` are those of a run that can be continued."""
     # The copy of an experiment must stay as it was copied.
     sys.dont_write_bytecode = True
     processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
         processes = Processes.join()
-        run(arguments, processes, watch=watch)
+        act(processes)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        return conclude_failure(error, processes, ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
+        return conclude_failure(error, processes, paths)
     return 0
 
 
@@ -64,10 +72,10 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
             _record(error)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        print(_INTERRUPTED, file=sys.stderr, flush=True)
+        print(_INTERRUPTED + (_CONTINUE if paths else ""), file=sys.stderr, flush=True)
         return 1
     if is_lost_peer(error):
-        LOGGER.warning(_LOST_PEER)
+        LOGGER.warning(_LOST_PEER + (_CONTINUE if paths else ""))
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
         time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
         log_file_only("".join(traceback.format_exception(type(error), error, error.__traceback__)))

@@ -147,6 +147,10 @@ class ExperimentPaths:
     def images(self) -> Path:
         return self.logs / "images"
 
+    @property
+    def report_file(self) -> Path:
+        return self.logs / "report.html"
+
     def other(self, name: str) -> ExperimentPaths:
         """Return the paths of another experiment in the same data home."""
         return ExperimentPaths(self.home, name)

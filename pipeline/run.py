@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +18,14 @@ from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, r
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
-from pipeline.experiment.user_code import author_frames
 from pipeline.experiment.weights import load_initial_weights
 from pipeline.loop import Loop
 from pipeline.machinery import Machinery, build_machinery
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
-from pipeline.results.copies import copy_folder, differing_files, digest_folder
+from pipeline.report.ending import reported
+from pipeline.report.page import leave_report
+from pipeline.results.copies import copy_folder, differing_files, digest_folder, refuse_edited_copy
 from pipeline.results.journal import END, START
 from pipeline.results.lock import RunLock
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
@@ -72,11 +71,6 @@ def _settle(paths: ExperimentPaths, disk: Disk) -> None:
         LOGGER.info(line)
 
 
-def _told(error: BaseException) -> str:
-    """Return what a journal should say of an error: the author's own frames if there are any."""
-    return author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
-
-
 class _Run:
     """One start of an experiment, fresh or continued."""
 
@@ -108,13 +102,8 @@ class _Run:
             progress, run_state = Progress(), {}
             self._count(machinery)
         self._introduce(machinery, progress)
-        try:
+        with reported(self._paths, machinery.journal, machinery.close):
             return self._loop(machinery, progress, run_state)
-        except BaseException as error:
-            machinery.journal.note(END, outcome="failed", error=_told(error))
-            raise
-        finally:
-            machinery.close()
 
     def _begin(self, action: str) -> Machinery:
         """Check everything, and only then write: a refusal leaves the disk as it was."""
@@ -171,14 +160,8 @@ class _Run:
 
     def _check_copy(self) -> None:
         manifest = peek(self._paths)
-        edited = differing_files(self._paths.results, manifest.copies) if manifest else []
-        if edited and not self._arguments.accept_edited_copy:
-            fix = "restore it, or go on with --accept-edited-copy"
-            raise InvalidExperiment(
-                [Problem(str(self._paths.results / name), "the frozen copy was edited", fix) for name in edited]
-            )
-        for name in edited:
-            LOGGER.warning("Going on with the edited copy of %s, as asked.", name)
+        if manifest:
+            refuse_edited_copy(self._paths.results, manifest.copies, is_accepted=self._arguments.accept_edited_copy)
 
     def _frozen_contents(self) -> Contents:
         contents = read_contents(self._paths.results / "settings")
@@ -223,7 +206,6 @@ class _Run:
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
         if settings.training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             set_deterministic()
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
@@ -291,6 +273,7 @@ class _Run:
         asked_by = machinery.stop_requests.reason or "asked by another process"
         reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
         machinery.journal.note(END, outcome=outcome, at=progress.as_json(), reason=machinery.stop_requests.reason)
-        for line in last_block(self._paths, f"{outcome}{reason}", time.monotonic() - self._started, loop.best):
+        seconds, report = time.monotonic() - self._started, leave_report(self._paths)
+        for line in last_block(self._paths, f"{outcome}{reason}", seconds, loop.best, report):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))

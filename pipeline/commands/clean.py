@@ -14,10 +14,10 @@ from pathlib import Path
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.lock import RunLock, check_free
 from pipeline.results.manifest import Manifest
-from pipeline.results.overview import num_bytes
 from pipeline.results.situation import check_results_exist, look
 from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Changes, Disk
+from pipeline.runtime.looking import num_bytes
 from pipeline.runtime.wording import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline clean digits --keep epoch_10 --yes"

@@ -13,8 +13,8 @@ from pipeline.experiment.settings import read_contents
 from pipeline.paths import ExperimentPaths, data_home, results_names
 from pipeline.results.copies import digest_folder
 from pipeline.results.history import History
-from pipeline.results.overview import state_of
 from pipeline.results.situation import check_results_exist
+from pipeline.results.states import state_of
 from pipeline.results.store import peek
 from pipeline.runtime.terminal import table
 from pipeline.runtime.wording import shown_value

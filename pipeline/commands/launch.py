@@ -10,8 +10,8 @@ from itertools import combinations
 from pipeline.commands.launching import TrainingLine, start_in_background, training_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.overview import LIVE, state_of
 from pipeline.results.situation import check_known
+from pipeline.results.states import LIVE, state_of
 
 EXAMPLE = """\
 examples:

@@ -7,10 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
-from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.errors import StateConflict, UsageError
 from pipeline.experiment.copied_files import copied_files
 from pipeline.experiment.settings import read_contents
 from pipeline.paths import ExperimentPaths, data_home, settings_names
+from pipeline.results.situation import unknown_experiment
 
 EXAMPLE = "example:\n  python -m pipeline new my_digits --template digits --set training.seed=1"
 
@@ -64,9 +65,7 @@ def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
     for folder in (other.results, other.settings):
         if (folder / "pymodules").is_dir():
             return folder
-    known = settings_names(paths.home)
-    listed = ", ".join(known) or "none"
-    raise UsageError(f"No experiment {other.name!r}; there are {listed}.{nearest(other.name, known)}")
+    raise unknown_experiment(other, settings_names(paths.home))
 
 
 def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
-from pipeline.results.overview import FINISHED, LIVE, NEW, RUNNING, STARTING, UNFINISHED, WAITING, describe, last_lines
+from pipeline.results.overview import describe
 from pipeline.results.situation import all_names, check_known
+from pipeline.results.states import FINISHED, LIVE, NEW, RUNNING, STARTING, UNFINISHED, WAITING
 from pipeline.runtime.gpus import look_at_gpus
+from pipeline.runtime.looking import last_lines
 from pipeline.runtime.terminal import clipped, table
 from pipeline.runtime.wording import shown_bytes, shown_duration, shown_value, sparkline
 

@@ -10,8 +10,8 @@ from pipeline.arguments import command_line
 from pipeline.errors import StateConflict
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.launches import launch_facts
-from pipeline.results.overview import RUNNING, STARTING, WAITING, state_of
 from pipeline.results.situation import check_known
+from pipeline.results.states import RUNNING, STARTING, WAITING, state_of
 
 EXAMPLE = "example:\n  python -m pipeline stop digits --after epoch --wait"
 _SECONDS_BETWEEN_LOOKS = 0.5

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.commands.retrace import read_trace, retrace, scratch_home
-from pipeline.errors import PipelineError, UsageError, nearest
+from pipeline.errors import PipelineError, UsageError
 from pipeline.paths import ExperimentPaths, data_home, settings_names
 from pipeline.results.comparison import first_difference
+from pipeline.results.situation import unknown_experiment
 
 EXAMPLE = "example:\n  python -m pipeline verify-resume digits --nproc 2 --steps 12"
 _QUIET = ("training.checkpoint_every_steps=1", "logging.tensorboard.enabled=false")
@@ -38,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     if not (paths.settings / "pymodules").is_dir():
-        known = settings_names(paths.home)
-        listed = ", ".join(known) or "none"
-        raise UsageError(f"No experiment {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+        raise unknown_experiment(paths, settings_names(paths.home))
     if not 0 < arguments.kills < arguments.steps or arguments.nproc < 1:
         raise UsageError("--steps must exceed --kills, and all numbers must be at least 1.")
     kills = [1 + arguments.steps * (number + 1) // (arguments.kills + 1) for number in range(arguments.kills)]

@@ -12,7 +12,8 @@ from torch import nn
 class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
 
-    The same object serves training and evaluation; modules tell by ``module.training``.
+    The same object serves training and evaluation; modules tell by ``module.training``. It may also define
+    ``predict(batch, modules)``, which returns ``{name: values}``, one entry per item, for ``evaluate --out``.
     """
 
     def __init__(self, data_counters: dict[str, Any], device: torch.device, logger: logging.Logger) -> None:

@@ -65,13 +65,24 @@ def assemble(folder: Path, settings: Settings, device: torch.device) -> Experime
     splits, problems = read_splits(components, folder)
     _raise(problems)
     _raise(list(unevaluated_registers(components, settings, splits, folder)))
-    _place_modules(components, settings, device)
+    _place_modules(components, device)
+    if settings.training.sync_batchnorm:
+        _check_sync_batchnorm(components, device)
     optimizers = _create_optimizers(components, folder)
     _raise(list(parameter_problems(components, optimizers, folder)))
     _scale_learning_rates(optimizers, settings)
     schedulers = _create_schedulers(components, optimizers, folder)
     key_generators(settings.training.seed, "assembled")
     return Experiment(settings, components, splits, optimizers, schedulers, device, folder)
+
+
+def assemble_for_evaluation(folder: Path, settings: Settings, device: torch.device, split: str) -> Experiment:
+    """Put together what the evaluation of one split needs: no optimizers, and no other split."""
+    components = _read_components(folder, settings)
+    splits, problems = read_splits(components, folder, [split])
+    _raise(problems)
+    _place_modules(components, device)
+    return Experiment(settings, components, splits, {}, {}, device, folder)
 
 
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
@@ -102,15 +113,13 @@ def _raise(problems: list[Problem]) -> None:
         raise InvalidExperiment(problems)
 
 
-def _place_modules(components: Components, settings: Settings, device: torch.device) -> None:
+def _place_modules(components: Components, device: torch.device) -> None:
     for definition in components.modules.values():
         definition.module.to(device)
         if definition.frozen:
             definition.module.requires_grad_(False).eval()
         if definition.compile:
             definition.module.compile()
-    if settings.training.sync_batchnorm:
-        _check_sync_batchnorm(components, device)
 
 
 def _check_sync_batchnorm(components: Components, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +88,21 @@ def _available(name: str, known: list[str]) -> str:
     return f"but there are {', '.join(sorted(known)) or 'none'}.{nearest(name, known)}"
 
 
-def read_splits(components: Components, folder: Path) -> tuple[Splits, list[Problem]]:
-    """Return the indices of every dataset's train and val split."""
+def read_splits(
+    components: Components, folder: Path, wanted: Sequence[str] = ("train", "val")
+) -> tuple[Splits, list[Problem]]:
+    """Return the indices of every dataset's wanted splits."""
     splits: Splits = {}
     problems: list[Problem] = []
     for name, dataset in components.datasets.items():
         where = str(folder / "datasets" / f"{name}.py")
         try:
-            splits[name] = {split: _indices(dataset, split) for split in ("train", "val")}
+            splits[name] = {split: _indices(dataset, split) for split in wanted}
         except (Exception, SystemExit) as error:
             must = "get_split_idxs must return the indices of a split"
             problems.append(user_problem(error, folder, where, must))
             continue
-        if not len(splits[name]["train"]):
+        if "train" in wanted and not len(splits[name]["train"]):
             problems.append(Problem(where, "the train split must have points, but get_split_idxs('train') has 0"))
     return splits, problems
 

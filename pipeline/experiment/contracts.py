@@ -175,11 +175,13 @@ class ContractReader:
         if ckp and exp:
             self._broken(module, "settings", "must have load_weights_from_ckp or load_weights_from_exp, but has both")
         needed = ["ckp_name"] if ckp else ["exp_name", "ckp_pool_name", "module_name"]
+        # A file may hold several modules.
+        optional = ["module_name"] if isinstance(ckp, Mapping) and "module_name" in ckp else []
         source = ckp or exp
         if not source:
             return None
-        allowed = [*needed, "strict", "strip_prefix", "key_map"]
-        is_named = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in needed)
+        allowed = [*needed, *optional, "strict", "strip_prefix", "key_map"]
+        is_named = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in [*needed, *optional])
         if not is_named or set(source) - set(allowed):
             return self._broken(
                 module, "settings", f"weights must come from a dict of {', '.join(needed)}, but it is {source!r}"
@@ -188,13 +190,13 @@ class ContractReader:
 
     def _module_transform(self, module: ModuleType) -> ModuleTransformDefinition:
         create = self._get(module, "ModuleTransform")
-        if create is not None and not _takes(create, 3):
+        if create is not None and not takes(create, 3):
             self._broken(
                 module, "ModuleTransform", "must be creatable as ModuleTransform(data_counters, device, logger)"
             )
-        elif inspect.isclass(create) and not _takes(inspect.getattr_static(create, "__call__", list), 3):
+        elif inspect.isclass(create) and not takes(inspect.getattr_static(create, "__call__", list), 3):
             self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
-        elif hasattr(create, "images") and not _takes(create.images, 3):
+        elif hasattr(create, "images") and not takes(create.images, 3):
             self._broken(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
 
@@ -213,7 +215,7 @@ class ContractReader:
 
     def _function(self, module: ModuleType, name: str, argument: str) -> Any:
         function = self._get(module, name)
-        if function is not None and not _takes(function, 1):
+        if function is not None and not takes(function, 1):
             self._broken(module, name, f"must be a function {name}({argument}), but is {function!r}")
         return function
 
@@ -241,7 +243,7 @@ class ContractReader:
             function = getattr(value, method, None)
             if not callable(function):
                 self._broken(module, name, f"must have a method {method}, but {type(value).__name__} has none")
-            elif not _takes(function, count):
+            elif not takes(function, count):
                 self._broken(module, name, f"{method}{inspect.signature(function)} must take {count} arguments")
 
     def _get(self, module: ModuleType, name: str) -> Any:
@@ -257,7 +259,8 @@ class ContractReader:
         return None
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Tell whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:

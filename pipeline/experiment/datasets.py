@@ -45,15 +45,31 @@ def refuse_changed_datasets(name: str, before: Fingerprints, now: Fingerprints) 
         )
 
 
+def fingerprint_splits(experiment: Experiment) -> Fingerprints:
+    """Return, by dataset, its length and the points of those splits that were read, in order."""
+    return {name: _describe_splits(experiment, name, one) for name, one in experiment.components.datasets.items()}
+
+
+def changed_splits(before: Fingerprints, now: Fingerprints) -> list[str]:
+    """Return what has changed since an experiment began, as far as both know of it, one sentence each."""
+    known = {name: {part: one[part] for part in one if part in now.get(name, {})} for name, one in before.items()}
+    seen = {name: {part: one[part] for part in one if part in before.get(name, {})} for name, one in now.items()}
+    return list(_changed_datasets(known, seen)) if before else []
+
+
 def _describe(experiment: Experiment, name: str, dataset: Any) -> dict[str, Any]:
-    splits = experiment.splits[name]
-    described: dict[str, Any] = {"length": len(dataset) if hasattr(type(dataset), "__len__") else None}
-    for split, indices in splits.items():
-        described[split] = {"points": len(indices), "order": fingerprint(indices)}
+    described = _describe_splits(experiment, name, dataset)
     limit = experiment.settings.fingerprint_points
     if limit:
-        contents = [_content(experiment, name, dataset, indices, limit) for indices in splits.values()]
+        contents = [_content(experiment, name, dataset, indices, limit) for indices in experiment.splits[name].values()]
         described["content"] = fingerprint(contents)
+    return described
+
+
+def _describe_splits(experiment: Experiment, name: str, dataset: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"length": len(dataset) if hasattr(type(dataset), "__len__") else None}
+    for split, indices in experiment.splits[name].items():
+        described[split] = {"points": len(indices), "order": fingerprint(indices)}
     return described
 
 
@@ -79,7 +95,7 @@ def _changed_datasets(before: Fingerprints, now: Fingerprints) -> Iterator[str]:
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     if before["length"] != now["length"]:
         yield f"has length {now['length']} instead of {before['length']}"
-    for split in ("train", "val"):
+    for split in [one for one in ("train", "val") if one in before]:
         if before[split]["points"] != now[split]["points"]:
             yield f"the {split} split has {now[split]['points']} points instead of {before[split]['points']}"
         elif before[split]["order"] != now[split]["order"]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.definitions import Components
 from pipeline.experiment.records import Records
 from pipeline.experiment.snapshots import Snapshots
 from pipeline.paths import pool_file
@@ -120,8 +121,7 @@ class PersistedParts:
         return not path.startswith("module_ckps/") or path.startswith(("module_ckps/last/", "module_ckps/frzn/"))
 
     def restore_counters(self, data: Path) -> None:
-        for name, entry in self._components.data_counters.items():
-            entry.counter.load(_existing(data / "data_counter_data" / name))
+        restore_counters(self._components, data)
 
     def restore(self, data: Path, segments: list[Path], progress: Progress) -> None:
         """Bring every part back to what was committed; the same on every rank."""
@@ -149,6 +149,12 @@ class PersistedParts:
 
     def _forget_segments(self) -> None:
         self._num_committed_steps, self._segments = 0, []
+
+
+def restore_counters(components: Components, data: Path) -> None:
+    """Let every data counter load what it saved."""
+    for name, entry in components.data_counters.items():
+        entry.counter.load(_existing(data / "data_counter_data" / name))
 
 
 def _segment_path(first: int) -> str:

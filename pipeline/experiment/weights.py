@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,9 +12,10 @@ from torch import nn
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
 from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
 from pipeline.paths import ExperimentPaths, check_name, pool_file
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.runtime.safe_loading import load_weights
 
 _SHOWN = 10
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights", "params")
 
 
 def load_initial_weights(components: Components, paths: ExperimentPaths, folder: Path) -> None:
@@ -63,24 +64,70 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
 def _fill(definition: ModuleDefinition, source: WeightSource, path: Path) -> Iterator[str]:
     """Load a file into a module, or yield why it does not fit."""
     try:
-        loaded = load_tensors(path)
-    except UnreadableFile as error:
+        loaded = load_weights(path)
+        weights = _one_module(loaded, source.module_name if source.ckp_name else None, path)
+        renamed = renamed_keys(weights, source.strip_prefix, source.key_map)
+    except (UnreadableFile, ValueError) as error:
         yield str(error)
         return
-    weights = _renamed(loaded, source)
-    if not isinstance(weights, Mapping):
-        yield f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}"
-        return
-    yield from _misfits(definition.module, weights, source, path)
+    yield from _misfits(definition.module, renamed, source, path)
 
 
-def _renamed(loaded: Any, source: WeightSource) -> Any:
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
-        loaded = loaded["state_dict"]
+def _one_module(loaded: Any, module_name: str | None, path: Path) -> Mapping[Any, Any]:
+    """Return the weights of one module out of all that a file holds."""
+    if module_name is not None:
+        return pick_module(loaded, module_name, path)
+    modules = modules_in(loaded, path)
+    if len(modules) > 1:
+        raise ValueError(f"{path} holds the modules {', '.join(modules)}; choose one with module_name")
+    return next(iter(modules.values()))
+
+
+def pick_module(loaded: Any, name: str, path: Path) -> Mapping[Any, Any]:
+    """Return a module by name: an entry that is a dict, or all entries whose keys begin with the name and a dot."""
+    modules, prefix = modules_in(loaded, path), f"{name}."
+    if isinstance(loaded.get(name), Mapping):
+        return cast(Mapping[Any, Any], loaded[name])
+    found = {str(key).removeprefix(prefix): one for key, one in loaded.items() if str(key).startswith(prefix)}
+    if not found:
+        known = [one for one in modules if one] or list(dict.fromkeys(str(key).split(".")[0] for key in loaded))
+        listed = ", ".join(known[:_SHOWN]) or "none"
+        raise ValueError(f"{path} has no module {name!r}; there are {listed}.{nearest(name, known)}")
+    return found
+
+
+def modules_in(loaded: Any, path: Path) -> dict[str, Mapping[Any, Any]]:
+    """Return the weights a file holds by module; where it holds those of one without a name, the name is empty.
+
+    Other trainers wrap the weights into an entry of a usual name, beside an optimizer and more.
+    """
     if not isinstance(loaded, Mapping):
-        return None
-    stripped = {str(key).removeprefix(source.strip_prefix): value for key, value in loaded.items()}
-    return {_mapped(key, source.key_map): value for key, value in stripped.items()}
+        raise ValueError(f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}")
+    weights = {str(key): value for key, value in loaded.items() if isinstance(value, Mapping) and _has_tensors(value)}
+    wrapped = [key for key in _WRAPPERS if key in weights]
+    # A module without weights is an empty dict; anything else tells that this is more than a file of modules.
+    others = [value for key, value in loaded.items() if str(key) not in weights]
+    has_more = any(not isinstance(value, Mapping) or len(value) > 0 for value in others)
+    if wrapped and (len(weights) == 1 or (has_more and wrapped[0] == _WRAPPERS[0])):
+        return {"": weights[wrapped[0]]}
+    if not weights or _has_tensors(loaded):
+        return {"": loaded}
+    return weights if has_more else {str(key): value for key, value in loaded.items()}
+
+
+def _has_tensors(value: Mapping[Any, Any]) -> bool:
+    return any(isinstance(one, torch.Tensor) for one in value.values())
+
+
+def renamed_keys(weights: Mapping[Any, Any], strip_prefix: str, key_map: Mapping[str, str]) -> dict[str, Any]:
+    """Strip a prefix off every key, then rename keys by a map; two keys must not become one."""
+    renamed: dict[str, Any] = {}
+    for key, value in weights.items():
+        name = _mapped(str(key).removeprefix(strip_prefix), key_map)
+        if name in renamed:
+            raise ValueError(f"strip_prefix and key_map must keep keys apart, but two of them become {name!r}")
+        renamed[name] = value
+    return renamed
 
 
 def _mapped(key: str, key_map: Mapping[str, str]) -> str:

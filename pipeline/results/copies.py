@@ -10,6 +10,7 @@ from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.copied_files import COPIED, copied_files, files_with_problems
 from pipeline.experiment.settings import Contents
 from pipeline.runtime.durable import Digest, Disk, Writer, json_writer
+from pipeline.runtime.logs import LOGGER
 
 
 def digest_folder(folder: Path) -> dict[str, str]:
@@ -60,3 +61,13 @@ def differing_files(folder: Path, digests: dict[str, str]) -> list[str]:
         for path, problem in files_with_problems(folder).items()
     }
     return sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))
+
+
+def refuse_edited_copy(results: Path, digests: dict[str, str], *, is_accepted: bool) -> None:
+    """Refuse a frozen copy that is not what was copied, or warn where that was accepted."""
+    edited = differing_files(results, digests)
+    if edited and not is_accepted:
+        fix = "restore it, or go on with --accept-edited-copy"
+        raise InvalidExperiment([Problem(str(results / name), "the frozen copy was edited", fix) for name in edited])
+    for name in edited:
+        LOGGER.warning("Going on with the edited copy of %s, as asked.", name)

@@ -34,10 +34,11 @@ class Curve:
     epochs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add(self, epoch: int, values: np.ndarray, num_steps: int) -> None:
-        """Add the steps of one epoch."""
-        self.epochs += (epoch - 1 + np.arange(1, len(values) + 1) / num_steps).tolist()
-        self.values += values.tolist()
+    def add(self, epoch: int, values: np.ndarray, num_steps: int, items: np.ndarray | None = None) -> None:
+        """Add the steps of one epoch; one in which a register had no items is no gap, it says nothing."""
+        has_items = np.ones(len(values), dtype=bool) if items is None else items > 0
+        self.epochs += (epoch - 1 + (np.flatnonzero(has_items) + 1) / num_steps).tolist()
+        self.values += values[has_items].tolist()
 
 
 @dataclass
@@ -93,7 +94,7 @@ class History:
 
     def _num_steps(self, found: Steps) -> int:
         """Return the number of steps of an epoch, all of which have as many; 0 if none has ended and nobody says."""
-        counted = [sum(epoch <= 1 for epoch in curve.epochs) for curve in found.losses.values()]
+        counted = [sum(epoch <= 1 for epoch in curve.epochs) for curve in found.rates.values()]
         said = read_status(self._paths.status_file).get("num_steps")
         return max(counted, default=0) or (said if isinstance(said, int) else 0)
 
@@ -123,11 +124,18 @@ def _epochs(files: dict[str, Path], split: str) -> dict[str, Curve]:
 def _loss_weights(files: dict[str, Path]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for path in sorted(filter(_WEIGHT_FILE.fullmatch, files), key=_epoch_of):
-        for register, weight in json.loads(read_regular(files[path]))["loss_weights"].items():
+        for register, weight in _weights_in(files[path]).items():
             curve = curves.setdefault(register, Curve())
             curve.epochs.append(_epoch_of(path))
             curve.values.append(weight)
     return curves
+
+
+def _weights_in(path: Path) -> dict[str, float]:
+    try:
+        return dict(json.loads(read_regular(path))["loss_weights"])
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise UnreadableFile(f"{path} must hold the loss weights of an epoch, but does not: {error}.") from error
 
 
 def _add_losses(found: Steps, register: str, epoch: int, path: Path) -> None:
@@ -137,7 +145,7 @@ def _add_losses(found: Steps, register: str, epoch: int, path: Path) -> None:
             found.losses[register] = Curve()
         if register == next(iter(found.losses)):
             found.skipped += (epoch - 1 + columns["steps"][columns["skipped"]] / num_steps).tolist()
-        found.losses[register].add(epoch, columns["means"], num_steps)
+        found.losses[register].add(epoch, columns["means"], num_steps, columns["items"])
 
 
 def _add_rates(found: Steps, optimizer: str, epoch: int, path: Path) -> None:
@@ -169,4 +177,5 @@ def _add_running(found: Steps, epoch: int, pieces: list[dict[str, Any]], num_ste
     for name, values in columns.items():
         kind, _, rest = name.partition("/")
         if kind in kinds:
-            kinds[kind].setdefault(rest, Curve()).add(epoch, values, num_steps)
+            items = columns[f"items/{rest}"] if kind == "means" else None
+            kinds[kind].setdefault(rest, Curve()).add(epoch, values, num_steps, items)

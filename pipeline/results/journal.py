@@ -21,13 +21,13 @@ class Journal:
     """Appends one line at a time; a failure to write never stops the training."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._rank = path, rank
+        self._path, self.rank = path, rank
         self.start = 0
         self._has_warned = False
 
     def note(self, kind: str, **facts: Any) -> None:
         """Write down one event of the start in hand."""
-        event = {"kind": kind, "start": self.start, "rank": self._rank, "time": _now(), **facts}
+        event = {"kind": kind, "start": self.start, "rank": self.rank, "time": _now(), **facts}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Opening a pipe would wait for a reader; one write keeps the lines of several processes apart.

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UnreadableFile
 from pipeline.paths import ExperimentPaths
 from pipeline.results.history import History
 from pipeline.results.journal import END, read_journal
 from pipeline.results.launches import launch_facts
-from pipeline.results.lock import read_owner, seconds_since_beat, shows_life
+from pipeline.results.lock import read_owner, seconds_since_beat
 from pipeline.results.situation import look
 from pipeline.results.starts import read_starts
+from pipeline.results.states import RUNNING, UNFINISHED, state_of
 from pipeline.results.status import read_status
-
-FINISHED, RUNNING, STARTING, WAITING = "finished", "running", "starting", "waiting"
-UNFINISHED, NEW = "unfinished", "new"
-LIVE = (RUNNING, STARTING, WAITING)
-_TAIL_BYTES = 1 << 16
-
-
-def state_of(paths: ExperimentPaths) -> str:
-    """Return one of finished, running, starting, waiting, unfinished, new."""
-    situation = look(paths)
-    if situation.is_finished:
-        return FINISHED
-    if shows_life(paths):
-        return RUNNING
-    if launch := launch_facts(paths):
-        return WAITING if launch.get("after") and not _is_finished(paths, launch["after"]) else STARTING
-    return UNFINISHED if situation.exists else NEW
-
-
-def _is_finished(paths: ExperimentPaths, name: str) -> bool:
-    return look(paths.other(name)).is_finished
+from pipeline.runtime.looking import num_bytes
 
 
 def describe(paths: ExperimentPaths) -> dict[str, Any]:
@@ -66,37 +48,15 @@ def _last_end(paths: ExperimentPaths) -> dict[str, Any]:
 
 
 def _curves(paths: ExperimentPaths) -> dict[str, list[float | None]]:
-    """Return the validation means of every register over the epochs, as JSON can hold them."""
-    found = History(paths).epochs("val")
-    return {name: [value if value == value else None for value in curve.values] for name, curve in found.items()}
-
-
-def num_bytes(folder: Path) -> int:
-    """Return what a folder takes, each file once however many names it has."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found = (Path(path) / name).lstat()
-            except FileNotFoundError:
-                # A live run replaces its files all the time.
-                continue
-            sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
+    """Return the validation means of every register over the epochs as JSON can hold them; none if damaged."""
+    try:
+        found = History(paths).epochs("val")
+    except (OSError, UnreadableFile):
+        return {}
+    return {name: [value if math.isfinite(value) else None for value in curve.values] for name, curve in found.items()}
 
 
 def _free(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log, or none if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    return lines[-count:] if count else []

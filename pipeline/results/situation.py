@@ -64,20 +64,20 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
 def check_results_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment that never committed anything, naming those that did."""
     if not look(paths).exists:
-        known = results_names(paths.home)
-        listed = ", ".join(known) or "none"
-        raise UsageError(f"No results of {paths.name!r}; there are {listed}.{nearest(paths.name, known)}")
+        raise unknown_experiment(paths, results_names(paths.home), "results of")
+
+
+def unknown_experiment(paths: ExperimentPaths, known: list[str], what: str = "experiment", fix: str = "") -> UsageError:
+    """Return the refusal of a name that nothing stands for, with the names there are."""
+    there = f"there are {', '.join(known) or 'none'}.{nearest(paths.name, known)}"
+    return UsageError(f"No {what} {paths.name!r} in {paths.home}; {there}", fix)
 
 
 def check_known(paths: ExperimentPaths) -> None:
     """Refuse a name that is neither an experiment's settings nor its results, naming those that are."""
     known = all_names(paths.home)
     if paths.name not in known:
-        listed = ", ".join(known) or "none"
-        raise UsageError(
-            f"No experiment {paths.name!r} in {paths.home}; there are {listed}.{nearest(paths.name, known)}",
-            f"python -m pipeline new {paths.name}",
-        )
+        raise unknown_experiment(paths, known, fix=f"python -m pipeline new {paths.name}")
 
 
 def all_names(home: Path) -> list[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from pipeline.progress import Progress
 from pipeline.runtime.logs import LOGGER
-from pipeline.runtime.regular_files import read_regular
+from pipeline.runtime.regular_files import read_regular, replace_text
 
 SECONDS_BETWEEN_UPDATES = 2.0
 
@@ -30,13 +29,8 @@ class StatusFile:
         """Replace what the file says."""
         self._written = time.monotonic()
         content = json.dumps({**values, "updated": time.strftime("%Y-%m-%d %H:%M:%S%z")}, indent=1) + "\n"
-        # Beside its target, so that the rename stays on one file system.
-        staging = self._path.with_name(f".{self._path.name}.new")
         try:
-            # Whatever stands there is not to be written through: a link leads elsewhere, a pipe would hang.
-            staging.unlink(missing_ok=True)
-            staging.write_text(content)
-            os.replace(staging, self._path)
+            replace_text(self._path, content)
         except OSError as error:
             if not self._has_warned:
                 LOGGER.warning("The status file cannot be written: %s. Training goes on.", error)

@@ -39,11 +39,16 @@ class Digest:
 
     @classmethod
     def of(cls, path: Path) -> Digest:
-        sha, size = hashlib.sha256(), 0
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                sha.update(chunk)
-                size += len(chunk)
+            return cls.of_file(file)
+
+    @classmethod
+    def of_file(cls, file: BinaryIO) -> Digest:
+        """Return the digest of what is left to read of an open file."""
+        sha, size = hashlib.sha256(), 0
+        while chunk := file.read(_CHUNK):
+            sha.update(chunk)
+            size += len(chunk)
         return cls(size, sha.hexdigest())
 
 

@@ -7,20 +7,21 @@ import errno
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
 LOGGER = logging.getLogger("pipeline")
 
 
-def start_console(experiment: str, *, is_rank_zero: bool) -> None:
-    """Send messages to the terminal."""
+def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None = None) -> None:
+    """Send messages to the terminal: to its standard output, unless that is for something else."""
     # A closed terminal or a full disk under the logs must never stop the training.
     logging.raiseExceptions = False
     LOGGER.setLevel(logging.INFO if is_rank_zero else logging.WARNING)
     LOGGER.propagate = False
     LOGGER.handlers.clear()
-    _add(_AboveBars(sys.stdout), experiment)
+    _add(_AboveBars(stream or sys.stdout), experiment)
 
 
 def start_file(experiment: str, path: Path) -> None:

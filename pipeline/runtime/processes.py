@@ -86,6 +86,14 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    def gather_on_rank_zero(self, value: Result) -> list[Result]:
+        """Return every rank's value on rank zero, in rank order, and nothing on the others."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
+        dist.gather_object(value, values, dst=0)
+        return values or []
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor over all ranks, in place."""
         if self.world_size > 1:

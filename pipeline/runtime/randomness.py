@@ -7,6 +7,7 @@ run has nothing to restore, and neither the number of processes nor of loader wo
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Hashable
 
@@ -34,5 +35,6 @@ def keyed_permutation(size: int, *key: Hashable) -> np.ndarray:
 
 def set_deterministic() -> None:
     """Make torch choose deterministic kernels, or say which operation has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

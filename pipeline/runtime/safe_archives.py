@@ -6,11 +6,12 @@ What an archive says of itself is compared with what the file holds before anyth
 from __future__ import annotations
 
 import math
+import os
 import stat
 import struct
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,15 +53,28 @@ def columns_of(path: Path) -> Iterator[dict[str, np.ndarray]]:
 
 
 @contextmanager
-def opened_archive(path: Path, what: str) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
-    """Open an archive that is safe to look into; whatever is found wrong becomes one sentence."""
+def opened_archive(path: Path, what: str, opened: BinaryIO | None = None) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
+    """Open an archive that is safe to look into; ``opened`` is the same file where it is open already."""
+    with told_as_unreadable(path, what), opened_file(path) if opened is None else nullcontext(opened) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        _check_frame(file, size)
+        with zipfile.ZipFile(file) as archive:
+            _check_entries(archive.infolist(), size)
+            yield file, archive
+
+
+def opened_file(path: Path) -> BinaryIO:
+    """Open a regular file; anything else could hang."""
+    regular_size(path)
+    return path.open("rb")
+
+
+@contextmanager
+def told_as_unreadable(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever is found wrong with a file into one sentence."""
     try:
-        size = regular_size(path)
-        with path.open("rb") as file:
-            _check_frame(file, size)
-            with zipfile.ZipFile(file) as archive:
-                _check_entries(archive.infolist(), size)
-                yield file, archive
+        yield
     except OSError as error:
         raise UnreadableFile(f"{path} must be a file of {what}, but: {error.strerror or error}.") from error
     except Exception as error:

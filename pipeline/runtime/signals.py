@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import threading
@@ -13,6 +15,7 @@ from types import FrameType
 from pipeline.runtime.regular_files import read_regular
 
 SECONDS_BETWEEN_LOOKS = 1.0
+_SET_PARENT_DEATH_SIGNAL = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Asked before anything else is imported: a launcher that dies meanwhile must be missed later.
 _LAUNCHER = os.getppid()
@@ -80,6 +83,15 @@ class StopRequests:
         except OSError:
             return ""
         return "stop request" if epoch_ends or wanted != b"epoch" else ""
+
+
+def die_with_parent() -> None:
+    """For loader workers: let the kernel end this process with its parent, whatever it is waiting for then."""
+    parent = multiprocessing.parent_process()
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    # A parent that was gone before the kernel knew sends nothing any more.
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def ignore_stop_signals() -> None:

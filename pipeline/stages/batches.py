@@ -19,12 +19,24 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BatchRunner:
-    """Loads the planned batches of one split and runs the module transforms on them."""
+    """Loads the planned batches of one split and runs the module transforms on them.
 
-    def __init__(self, experiment: Experiment, processes: Processes, split: str, transforms: Mapping[str, Any]) -> None:
+    The train split is shuffled and augmented, unless it is to be evaluated like any other.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        processes: Processes,
+        split: str,
+        transforms: Mapping[str, Any],
+        *,
+        evaluates: bool = False,
+    ) -> None:
         self._experiment, self._processes, self._split = experiment, processes, split
+        self._trains = split == "train" and not evaluates
         components = experiment.components
-        kind = "train" if split == "train" else "eval"
+        kind = "train" if self._trains else "eval"
         arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
         self.shapes = [
             SplitShape.of(name, experiment.splits[name][split], arguments[name]) for name in components.datasets
@@ -44,7 +56,8 @@ class BatchRunner:
 
     def points(self, epoch: int) -> EpochPoints:
         indices = {name: splits[self._split] for name, splits in self._experiment.splits.items()}
-        return EpochPoints(self._experiment.settings.training.seed, epoch, self._split, indices)
+        seed = self._experiment.settings.training.seed
+        return EpochPoints(seed, epoch, self._split, indices, is_shuffled=self._trains)
 
     def load(self, places: list[Place], points: EpochPoints) -> dict[str, Iterator[Any]]:
         """Return, for each dataset, an iterator over its batches among ``places``."""
@@ -62,6 +75,12 @@ class BatchRunner:
         with self._autocast():
             losses = self._transforms[dataset](batch, self._modules)
         return checked_losses(losses, registers, place.num_items, f"module_transforms/{dataset}.py")
+
+    def predictions(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Let the module transform predict for a batch whose losses are known."""
+        key_generators(*key)
+        with self._autocast():
+            return self._transforms[place.shape.dataset].predict(batch, self._modules)
 
     def images(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
         """Return what the module transform wants to be seen of a batch."""

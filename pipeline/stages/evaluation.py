@@ -1,9 +1,11 @@
-"""The evaluation stage."""
+"""Evaluation: a pass over the batches of a split, and the stage that does one over the validation splits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.experiment.assembly import Experiment
@@ -12,10 +14,65 @@ from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import GradientEngine
-from pipeline.stages.losses import LossLedger
-from pipeline.stages.plan import evaluation_places
+from pipeline.stages.losses import LossLedger, total_losses
+from pipeline.stages.plan import Place, PlannedBatch, evaluation_places
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
+
+
+Observer = Callable[[Place, PlannedBatch, Any], None]
+
+
+def _nobody(place: Place, planned: PlannedBatch, batch: Any) -> None:
+    """Look at nothing."""
+
+
+class EvaluationPass:
+    """Runs the batches of one split through the modules, each exactly once at any number of processes.
+
+    Shard i of n takes batches i, i + n, i + 2 n, …, so that several passes can share the work.
+    """
+
+    def __init__(
+        self, experiment: Experiment, processes: Processes, runner: BatchRunner, shard: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._experiment, self._processes, self._runner = experiment, processes, runner
+        self.places = evaluation_places(runner.shapes)
+        self._chosen = list(enumerate(self.places))[shard[0] :: shard[1]]
+        self._ledger = LossLedger(experiment.settings.register_names, len(self.places), processes)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many times every rank takes a batch."""
+        return -(-len(self._chosen) // self._processes.world_size)
+
+    def rounds(self, epoch: int, observe: Observer = _nobody) -> Iterator[int]:
+        """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
+        self._experiment.set_training(False)
+        own = self._chosen[self._processes.rank :: self._processes.world_size]
+        points = self._runner.points(epoch)
+        loading = self._runner.load([place for _, place in own], points)
+        for number in range(self.num_rounds):
+            if number < len(own):
+                position, place = own[number]
+                planned, batch = points.batch(place), next(loading[place.shape.dataset])
+                with torch.no_grad():
+                    self._ledger.add(0, position, self._runner.losses(batch, place, (*planned.key, "evaluate")))
+                    observe(place, planned, batch)
+            yield number
+
+    def collect(self) -> np.ndarray:
+        """Return the sums per batch and register of all ranks; batches of other shards have 0."""
+        sums: np.ndarray = self._ledger.collect_batches(1)
+        return sums
+
+    def num_items(self) -> dict[str, int]:
+        """Return how many items of the whole split each register gets."""
+        feeds = self._experiment.components.module_transforms
+        return {
+            register: sum(one.num_items for one in self.places if register in feeds[one.shape.dataset].loss_registers)
+            for register in self._experiment.settings.register_names
+        }
 
 
 class EvaluationStage:
@@ -29,15 +86,13 @@ class EvaluationStage:
         engine: GradientEngine,
         records: Records,
     ) -> None:
-        self._experiment, self._processes, self._runner = experiment, processes, runner
+        self._experiment, self._processes = experiment, processes
         self._engine, self._records = engine, records
-        self._places = evaluation_places(runner.shapes)
-        self._ledger = LossLedger(experiment.settings.register_names, len(self._places), processes)
+        self._pass = EvaluationPass(experiment, processes, runner)
 
     @property
     def num_rounds(self) -> int:
-        """How many times every rank takes a batch."""
-        return -(-len(self._places) // self._processes.world_size)
+        return self._pass.num_rounds
 
     def run(self, epoch: int, is_asked_to_stop: Callable[[], bool]) -> Iterator[bool]:
         """Yield after each round, False as long as it goes on and True if all ranks agreed to stop instead.
@@ -49,20 +104,9 @@ class EvaluationStage:
         key_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
         self._engine.buffers.share()
-        self._experiment.set_training(False)
-        own = list(enumerate(self._places))[self._processes.rank :: self._processes.world_size]
-        points = self._runner.points(epoch)
-        loading = self._runner.load([place for _, place in own], points)
-        for number in range(self.num_rounds):
-            if number < len(own):
-                position, place = own[number]
-                with torch.no_grad():
-                    losses = self._runner.losses(
-                        next(loading[place.shape.dataset]), place, (*points.batch(place).key, "evaluate")
-                    )
-                    self._ledger.add(0, position, losses)
+        for number in self._pass.rounds(epoch):
             if number % _ROUNDS_BETWEEN_QUESTIONS == 0 and self._processes.any(is_asked_to_stop()):
-                self._ledger.collect(1)
+                self._pass.collect()
                 yield True
                 return
             yield False
@@ -71,8 +115,6 @@ class EvaluationStage:
         weighter.after_eval_epoch(self._records.losses)
 
     def _record(self, epoch: int) -> None:
-        totals = self._ledger.collect(1)[0].tolist()
-        feeds = self._experiment.components.module_transforms
+        totals, items = total_losses(self._pass.collect())[0].tolist(), self._pass.num_items()
         for (register, record), total in zip(self._records.losses["val"].items(), totals, strict=True):
-            feeding = [place for place in self._places if register in feeds[place.shape.dataset].loss_registers]
-            record.add_epoch(epoch, total, sum(place.num_items for place in feeding))
+            record.add_epoch(epoch, total, items[register])

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline.experiment.definitions import LoaderArguments
 from pipeline.runtime.randomness import key_generators
-from pipeline.runtime.signals import ignore_stop_signals
+from pipeline.runtime.signals import die_with_parent, ignore_stop_signals
 from pipeline.stages.plan import PlannedBatch
 
 
@@ -98,6 +98,8 @@ def _worker_arguments(arguments: LoaderArguments) -> dict[str, Any]:
 
 def _start_worker(number: int) -> None:
     ignore_stop_signals()
+    if sys.platform == "linux":
+        die_with_parent()
 
 
 def _as_it_is(batch: Any) -> Any:

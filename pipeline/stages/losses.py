@@ -34,13 +34,23 @@ class LossLedger:
 
     def collect(self, num_rows: int) -> np.ndarray:
         """Return the totals of all rows per register, added over ranks and batches, and empty the ledger."""
+        return total_losses(self.collect_batches(num_rows))
+
+    def collect_batches(self, num_rows: int) -> np.ndarray:
+        """Return the sums of all rows per batch and register, added over ranks, and empty the ledger."""
         table = torch.zeros(num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
         if self._cells:
             table[tuple(torch.tensor(self._cells).T)] = torch.stack(self._sums).cpu()
         self._cells.clear()
         self._sums.clear()
-        totals: np.ndarray = self._processes.sum(table).numpy().sum(axis=1)
-        return totals
+        sums: np.ndarray = self._processes.sum(table).numpy()
+        return sums
+
+
+def total_losses(sums: np.ndarray) -> np.ndarray:
+    """Add the sums of the batches of each row, in the planned order."""
+    totals: np.ndarray = sums.sum(axis=1)
+    return totals
 
 
 def checked_losses(losses: Any, registers: tuple[str, ...], num_items: int, where: str) -> dict[str, torch.Tensor]:

@@ -108,10 +108,12 @@ class StepPlan:
 
 
 class EpochPoints:
-    """Which points each batch of one epoch holds: the train split shuffled by key, or the val split in order."""
+    """Which points each batch of one epoch holds: a split shuffled by key to train on it, or in order."""
 
-    def __init__(self, seed: int, epoch: int, split: str, indices: Mapping[str, np.ndarray]) -> None:
-        self._key, self._split = (seed, split, epoch), split
+    def __init__(
+        self, seed: int, epoch: int, split: str, indices: Mapping[str, np.ndarray], *, is_shuffled: bool
+    ) -> None:
+        self._key, self._is_shuffled = (seed, split, epoch), is_shuffled
         self._indices = indices
         self._ordered: dict[str, np.ndarray] = {}
 
@@ -121,7 +123,7 @@ class EpochPoints:
         return PlannedBatch(dataset, tuple(indices.tolist()), (*self._key, dataset, number))
 
     def _in_order(self, dataset: str) -> np.ndarray:
-        if self._split != "train":
+        if not self._is_shuffled:
             return self._indices[dataset]
         if dataset not in self._ordered:
             order = keyed_permutation(len(self._indices[dataset]), *self._key, dataset)

@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -87,12 +88,16 @@ def _lonely_points(experiment: Experiment) -> Iterator[str]:
                 yield f"WARNING: the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
 
 
-def last_block(paths: ExperimentPaths, outcome: str, seconds: float, best: dict[str, Any]) -> Iterator[str]:
-    """Yield what a person wants to know when a run has ended."""
+def last_block(
+    paths: ExperimentPaths, outcome: str, seconds: float, best: dict[str, Any], report: Path | None
+) -> Iterator[str]:
+    """Yield what a person wants to know when a run has ended; ``report`` is the page, if it was written."""
     yield f"{outcome} after {shown_duration(seconds)}"
     if best:
         yield f"best: epoch {best['epoch']}, {shown_values(best['values'])}"
         yield f"weights: {paths.data / 'module_ckps' / 'best'}"
+    if report is not None:
+        yield f"report: {report}"
     yield f"log: {paths.log_file}"
     for pattern, command in _CURVES.items():
         if any(paths.logs.glob(pattern)):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import run_inside
+
 ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors"},
@@ -18,7 +20,7 @@ LAYERS = [
     {"components"},
     {"experiment"},
     {"stages", "results", "tracking"},
-    {"machinery"},
+    {"machinery", "report"},
     {"loop"},
     {"run"},
     {"entry"},
@@ -62,13 +64,26 @@ def test_every_part_has_its_place() -> None:
     assert {part_of(path) for path in FILES} == set(LEVEL)
 
 
-@pytest.mark.parametrize("verb", ["status", "new"])
-def test_verbs_without_torch_stay_so(verb: str, tmp_path: Path) -> None:
+WITHOUT_TORCH = {
+    "new": ["other"],
+    "status": ["tiny"],
+    "launch": ["tiny", "--print"],
+    "logs": ["tiny"],
+    "stop": ["tiny"],
+    "compare": ["tiny"],
+    "report": ["tiny"],
+    "clean": ["tiny"],
+}
+
+
+@pytest.mark.parametrize("verb", WITHOUT_TORCH)
+def test_verbs_without_torch_stay_so(verb: str, home: Path) -> None:
     """These verbs answer at once because they never import torch."""
-    words = ["new", "tiny"] if verb == "new" else ["status"]
+    words = [verb, *WITHOUT_TORCH[verb]]
+    run_inside(home, "--stop-after-epoch", "0")
     code = (
         "import sys; from pipeline.__main__ import main; "
-        f"main({[*words, '--data-home', str(tmp_path)]!r}); assert 'torch' not in sys.modules"
+        f"main({[*words, '--data-home', str(home)]!r}); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ LOADERS = {
     ROOT / "pipeline/runtime/safe_archives.py": {("np", "load")},
 }
 READERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pickle", "load"), ("pickle", "loads")}
+READERS |= {("safetensors.torch", name) for name in ("load", "load_file", "safe_open")}
 
 
 def readers_in(path: Path) -> set[tuple[str, str]]:

@@ -53,7 +53,9 @@ def test_wheel_works_outside_the_checkout(installed: Path) -> None:
     assert "digits" in call("-m", "pipeline", "new", "--list")
     call("-m", "pipeline", "new", "mine")
     assert str(installed) in call("-c", "import pipeline; print(pipeline.__file__)")
-    assert "stopped at epoch 1" in call("-m", "training_pipeline", "mine", "--stop-after-epoch", "0")
+    trained = call("-m", "training_pipeline", "mine", "--stop-after-epoch", "0")
+    assert "stopped at epoch 1" in trained
+    assert "report: " in trained
     assert "unfinished" in call("-m", "pipeline", "status", "mine")
 
 

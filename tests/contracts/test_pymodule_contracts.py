@@ -220,6 +220,8 @@ def test_bad_loader_argument_is_told(tmp_path: Path, args: str, what: str) -> No
         ("{'frosen': True}", "Did you mean 'frozen'?"),
         ("{'load_weights_from_ckp': {'name': 'x'}}", "a dict of ckp_name"),
         ("{'load_weights_from_ckp': 'x.pt'}", "a dict of ckp_name, but it is 'x.pt'"),
+        ("{'load_weights_from_ckp': 5}", "a dict of ckp_name, but it is 5"),
+        ("{'load_weights_from_ckp': {'ckp_name': 'x', 'module_name': 5}}", "a dict of ckp_name"),
         ("{'load_weights_from_exp': {'exp_name': 'x'}}", "exp_name, ckp_pool_name, module_name"),
         (
             "{'load_weights_from_ckp': {'ckp_name': 'x'}, 'load_weights_from_exp': "

@@ -15,7 +15,8 @@ import pytest
 
 from pipeline.paths import ExperimentPaths
 from pipeline.results.comparison import first_difference
-from pipeline.results.overview import LIVE, NEW, describe, state_of
+from pipeline.results.overview import describe
+from pipeline.results.states import LIVE, NEW, state_of
 from tests.support.experiments import write_experiment
 from tests.support.running import SECONDS, environment
 

@@ -109,7 +109,7 @@ class BackgroundRun:
     def strike(self) -> None:
         """Kill torchrun and all below it within a millisecond or two; what has no parent any more is not found."""
         if self.process.poll() is None:
-            for pid in _family(self.process.pid):
+            for pid in family(self.process.pid):
                 send(pid, signal.SIGKILL)
         self.process.wait(SECONDS)
 
@@ -149,7 +149,7 @@ def _parent(pid: int) -> int:
         return -1
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """Return a process and all its descendants."""
     try:
         children = [
@@ -157,7 +157,7 @@ def _family(pid: int) -> list[int]:
         ]
     except OSError:
         children = []
-    return [pid, *(one for child in children for one in _family(int(child)))]
+    return [pid, *(one for child in children for one in family(int(child)))]
 
 
 def _rank(pid: int) -> int:

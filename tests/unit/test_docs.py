@@ -146,6 +146,9 @@ def check_training_line(words: list[str]) -> None:
     if words[0] == "torchrun":
         launched = parse_torchrun(words[1:])
         words = [launched.training_script, *launched.training_script_args]
+        if launched.module and words[0] == "pipeline":
+            assert helper.main(words[1:]) == 0
+            return
     else:
         words = words[1:]
     assert words[0] == "training_pipeline.py"
@@ -192,7 +195,7 @@ def test_readme_names_exactly_the_make_targets() -> None:
 
 def help_options(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Return the options a help text has just named, those of its examples left aside."""
-    text = re.split(r"^examples?:$", capsys.readouterr().out, flags=re.MULTILINE)[0]
+    text = re.split(r"^(?:examples?|-- FLAGS):$", capsys.readouterr().out, flags=re.MULTILINE)[0]
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
 
@@ -319,6 +322,8 @@ def digits_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(weights, home / "module_ckps/pretrained.pt")
     done = run_process(home, "--stop-after-epoch", "1", name="digits")
     assert done.returncode == 0, done.stderr
+    words = ["digits:best:backbone", "digits:frzn:edges", "--out", str(home / "module_ckps/parts.pt")]
+    assert helper.main(["export", *words, "--data-home", str(home)]) == 0
     return home
 
 

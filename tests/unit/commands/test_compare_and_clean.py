@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.paths import ExperimentPaths
 from pipeline.results.comparison import first_difference
-from pipeline.results.overview import num_bytes
+from pipeline.runtime.looking import num_bytes
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import run_inside
 from tests.support.verbs import call, held

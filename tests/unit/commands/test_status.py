@@ -119,6 +119,7 @@ def test_damaged_files_do_not_keep_status_from_answering(
     """A status file, journal or list of starts that cannot be read is left out, not a reason to fail."""
     paths.status_file.write_text("{")
     paths.journal_file.write_text("}{\n[]\n")
+    next(paths.generations.rglob("val/*/epoch_data.npz")).write_bytes(b"no archive")
     assert call(paths.home, "status", "tiny") == 0
     assert "killed" in capsys.readouterr().out
 

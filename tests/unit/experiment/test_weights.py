@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from pipeline.errors import InvalidExperiment
@@ -171,6 +172,36 @@ def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"weight": Malicious()})
     assert "would run code" in refusal(tmp_path, nn.Linear(1, 1), ckp_name="net")
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_one_module_of_several_is_picked_by_name(tmp_path: Path, suffix: str) -> None:
+    """A file of several modules fills a module with the one that is named."""
+    modules = {name: nn.Linear(3, 2).state_dict() for name in ("left", "right")}
+    save(tmp_path, modules, "both.pt")
+    flat = {f"{name}.{key}": value for name, weights in modules.items() for key, value in weights.items()}
+    save_file(flat, tmp_path / "module_ckps/both.safetensors")
+    module = load(tmp_path, nn.Linear(3, 2), ckp_name=f"both{suffix}", module_name="right")
+    assert torch.equal(module.weight, modules["right"]["weight"])
+    text = refusal(tmp_path, nn.Linear(3, 2), ckp_name=f"both{suffix}", module_name="rihgt")
+    assert "has no module 'rihgt'; there are left, right. Did you mean 'right'?" in text
+
+
+def test_file_of_several_modules_asks_which(tmp_path: Path) -> None:
+    """Without a name, a file of two modules is ambiguous; one of a single module is not."""
+    modules = {name: nn.Linear(3, 2).state_dict() for name in ("left", "right")}
+    save(tmp_path, modules)
+    assert "holds the modules left, right; choose one with module_name" in refusal(
+        tmp_path, nn.Linear(3, 2), ckp_name="net"
+    )
+    save(tmp_path, {"left": modules["left"]})
+    assert torch.equal(load(tmp_path, nn.Linear(3, 2), ckp_name="net").weight, modules["left"]["weight"])
+
+
+def test_renaming_never_makes_one_key_of_two(tmp_path: Path) -> None:
+    """Two keys that would become the same are told instead of one being lost."""
+    save(tmp_path, {"weight": torch.ones(2, 3), "x.weight": torch.ones(2, 3), "bias": torch.ones(2)})
+    assert "two of them become 'weight'" in refusal(tmp_path, nn.Linear(3, 2), ckp_name="net", strip_prefix="x.")
 
 
 def test_all_modules_that_do_not_fit_are_told_at_once(tmp_path: Path) -> None:

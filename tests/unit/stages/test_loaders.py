@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import namedtuple
 from typing import Any
 
@@ -103,3 +105,32 @@ def test_moving_to_a_device_keeps_the_shape_of_a_batch() -> None:
     assert moved["b"][1] == "text"
     assert isinstance(moved["c"], pair)
     assert moved["c"].x.is_meta
+
+
+STUCK = """
+import time
+import torch
+from pipeline.experiment.definitions import LoaderArguments
+from pipeline.stages.loaders import KeyedDataset, Loader
+from pipeline.stages.plan import PlannedBatch
+
+
+class Stuck:
+    def __getitem__(self, index):
+        print("stuck", flush=True)
+        time.sleep(60)
+
+
+loader = Loader(KeyedDataset(Stuck(), lambda point: None, list), LoaderArguments(1, num_workers=1), torch.device("cpu"))
+next(loader.load([PlannedBatch("a", (0,), (0,))]))
+"""
+
+
+def test_worker_ends_with_its_process() -> None:
+    """A worker that hangs in an author's code is gone as soon as the process it works for was killed."""
+    owner = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "stuck\n"
+    owner.kill()
+    # The pipe stays open for as long as anyone is alive who has inherited it.
+    owner.communicate(timeout=30)

@@ -29,7 +29,7 @@ def steps_of(plan: StepPlan) -> list[list[Place]]:
 
 def points_of(plan: StepPlan, epoch: int, seed: int = 3) -> list[tuple[str, int]]:
     """Return every point of an epoch in the order of the plan."""
-    points = EpochPoints(seed, epoch, "train", INDICES)
+    points = EpochPoints(seed, epoch, "train", INDICES, is_shuffled=True)
     batches = [points.batch(place) for step in steps_of(plan) for place in step]
     return [(batch.dataset, index) for batch in batches for index in batch.indices]
 
@@ -145,14 +145,14 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 
 def test_datasets_of_one_size_are_shuffled_differently() -> None:
     """The order of one dataset says nothing about that of another."""
-    points = EpochPoints(0, 1, "train", {"a": np.arange(50), "b": np.arange(50)})
+    points = EpochPoints(0, 1, "train", {"a": np.arange(50), "b": np.arange(50)}, is_shuffled=True)
     first, second = (points.batch(Place(SplitShape(name, 50, 50, 1), 0)).indices for name in "ab")
     assert first != second
 
 
 def test_validation_keeps_its_order() -> None:
     """Nothing is shuffled where nothing is learned."""
-    points = EpochPoints(0, 1, "val", INDICES)
+    points = EpochPoints(0, 1, "val", INDICES, is_shuffled=False)
     assert points.batch(Place(SHAPES[0], 1)).indices == (104, 105, 106, 107)
 
 
@@ -160,7 +160,7 @@ def test_keys_of_all_batches_differ() -> None:
     """No two batches of an experiment draw the same random numbers."""
     places = [place for step in steps_of(StepPlan(SHAPES, 14)) for place in step]
     both = [
-        EpochPoints(0, epoch, split, INDICES).batch(place).key
+        EpochPoints(0, epoch, split, INDICES, is_shuffled=False).batch(place).key
         for epoch in (1, 2)
         for split in ("train", "val")
         for place in places

@@ -1,0 +1,110 @@
+"""Evaluate a split with committed weights, exactly, alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.arguments import has_launcher
+from pipeline.commands.evaluating import SPLITS, Request, evaluate
+from pipeline.commands.outcomes import SHARD_SUFFIXES, SUFFIXES, Outcome, as_json, lines, merge, read_shard
+from pipeline.entry import join_and_act, leave
+from pipeline.errors import UsageError
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.runtime.logs import start_console
+from pipeline.runtime.output_files import check_output, write_output
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.signals import end_with_launcher
+from pipeline.runtime.wording import shown_bytes
+from pipeline.stages.predictions import join_predictions
+
+EXAMPLE = """\
+examples:
+  python -m pipeline evaluate digits --split test
+  torchrun --nproc-per-node=2 -m pipeline evaluate digits --out digits.json
+  python -m pipeline evaluate digits --shard 0/2 --out shard_0.npz
+  python -m pipeline evaluate --merge shard_0.npz shard_1.npz --out all.json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", nargs="?", metavar="EXP", help="an experiment with results; it may be running")
+    parser.add_argument("--pool", default="best", help="the weights to evaluate: best, last, init, epoch_N")
+    parser.add_argument("--split", choices=SPLITS, default="val", help="the points to evaluate (default: val)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write values and predictions: .json, .npz or .pt")
+    parser.add_argument("--no-predictions", action="store_true", help="leave predictions out of the file")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--shard", type=_shard, metavar="I/N", help="evaluate one of N shards, counted from 0")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="put the files of all shards together")
+    parser.add_argument("--json", action="store_true", help="print the values as JSON")
+    parser.add_argument(
+        "--accept-edited-copy", action="store_true", help="evaluate although the frozen copy was edited"
+    )
+
+
+def _shard(word: str) -> tuple[int, int]:
+    index, _, count = word.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 0 to N - 1, but is {word!r} instead")
+    return int(index), int(count)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    if has_launcher():
+        end_with_launcher()
+    code = join_and_act(lambda processes: _act(arguments, processes))
+    if has_launcher():
+        leave(code)
+    return code
+
+
+def _act(arguments: argparse.Namespace, processes: Processes) -> None:
+    processes.on_rank_zero(lambda: _check_command(arguments))
+    if arguments.merge:
+        processes.on_rank_zero(lambda: _conclude(merge([read_shard(file) for file in arguments.merge]), arguments))
+        return
+    paths = processes.together(lambda: ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
+    start_console(paths.name, is_rank_zero=processes.is_rank_zero, stream=sys.stderr)
+    outcome, predicted = evaluate(paths, processes, _request(arguments))
+    # Predictions may be large: rank zero alone puts them together.
+    processes.on_rank_zero(lambda: _conclude(replace(outcome, predictions=join_predictions(predicted)), arguments))
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    return Request(
+        pool=arguments.pool,
+        split=arguments.split,
+        shard=arguments.shard or (0, 1),
+        predicts=arguments.out is not None and not arguments.no_predictions,
+        accepts_edited_copy=arguments.accept_edited_copy,
+    )
+
+
+def _check_command(arguments: argparse.Namespace) -> None:
+    if bool(arguments.merge) == bool(arguments.experiment):
+        raise UsageError(
+            "Say which experiment to evaluate, or which files to --merge.", EXAMPLE.splitlines()[1].strip()
+        )
+    if arguments.merge and arguments.shard:
+        raise UsageError("--merge puts all shards together; it cannot make one with --shard.")
+    if arguments.shard and not arguments.out:
+        raise UsageError("--shard needs --out FILE.npz, from which all shards are merged.")
+    if arguments.out:
+        check_output(arguments.out, SHARD_SUFFIXES if arguments.shard else SUFFIXES, may_replace=arguments.force)
+
+
+def _conclude(outcome: Outcome, arguments: argparse.Namespace) -> None:
+    """Write and print what was found; a shard has nothing to print but where it is."""
+    is_shard = arguments.shard is not None
+    if arguments.json:
+        shown = {**outcome.summary(), "shard": list(outcome.shard), "values": None} if is_shard else outcome.summary()
+        print(json.dumps(as_json(shown), indent=1))
+    elif not is_shard:
+        print("\n".join(lines(outcome)))
+    if arguments.out:
+        writer = outcome.shard_writer() if is_shard else outcome.writer(arguments.out.suffix)
+        size = write_output(arguments.out, writer)
+        part = f"shard {outcome.shard[0]} of {outcome.shard[1]}, " if is_shard else ""
+        print(f"wrote {arguments.out} ({part}{shown_bytes(size)})", file=sys.stderr if arguments.json else sys.stdout)

@@ -1,0 +1,49 @@
+"""Write one HTML page about one or several experiments, at any time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.errors import UsageError
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.report.page import write_report
+from pipeline.results.situation import check_results_exist
+from pipeline.runtime.wording import shown_bytes
+
+EXAMPLE = "example:\n  python -m pipeline report digits my_digits --out both.html"
+_SEVERAL = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiments", nargs="+", metavar="EXP", help="several are laid over each other")
+    where = f"experiment_logs/EXP/report.html, or {_SEVERAL} in the current folder for several experiments"
+    parser.add_argument("--out", metavar="FILE", help=f"default: {where}")
+    parser.add_argument("--data-home", metavar="DIR")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    home = data_home(arguments.data_home)
+    experiments = [ExperimentPaths(home, name) for name in dict.fromkeys(arguments.experiments)]
+    for paths in experiments:
+        check_results_exist(paths)
+    target = _target(arguments.out, experiments)
+    try:
+        size = write_report(target, experiments)
+    except OSError as error:
+        told = f"{error.filename or target} cannot be used: {error.strerror or error}."
+        raise UsageError(told, "choose another place with --out") from error
+    print(f"report: {target} ({shown_bytes(size)})")
+    return 0
+
+
+def _target(out: str | None, experiments: list[ExperimentPaths]) -> Path:
+    if out is None and len(experiments) == 1:
+        experiments[0].logs.mkdir(parents=True, exist_ok=True)
+        return experiments[0].report_file
+    target = Path(out or _SEVERAL).absolute()
+    if target.is_dir():
+        raise UsageError(f"--out must be a file, but {target} is a folder.", f"--out {target / _SEVERAL}")
+    if not target.parent.is_dir():
+        raise UsageError(f"--out must lie in a folder that exists, but {target.parent} does not.")
+    return target

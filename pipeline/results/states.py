@@ -1,0 +1,28 @@
+"""The state of an experiment as a whole, told from outside without touching it."""
+
+from __future__ import annotations
+
+from pipeline.paths import ExperimentPaths
+from pipeline.results.launches import launch_facts
+from pipeline.results.lock import shows_life
+from pipeline.results.situation import look
+
+FINISHED, RUNNING, STARTING, WAITING = "finished", "running", "starting", "waiting"
+UNFINISHED, NEW = "unfinished", "new"
+LIVE = (RUNNING, STARTING, WAITING)
+
+
+def state_of(paths: ExperimentPaths) -> str:
+    """Return one of finished, running, starting, waiting, unfinished, new."""
+    situation = look(paths)
+    if situation.is_finished:
+        return FINISHED
+    if shows_life(paths):
+        return RUNNING
+    if launch := launch_facts(paths):
+        return WAITING if launch.get("after") and not _is_finished(paths, launch["after"]) else STARTING
+    return UNFINISHED if situation.exists else NEW
+
+
+def _is_finished(paths: ExperimentPaths, name: str) -> bool:
+    return look(paths.other(name)).is_finished
