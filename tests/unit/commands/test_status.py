@@ -121,7 +121,7 @@ def test_damaged_files_do_not_keep_status_from_answering(
     paths.journal_file.write_text("}{\n[]\n")
     next(paths.generations.rglob("val/*/epoch_data.npz")).write_bytes(b"no archive")
     assert call(paths.home, "status", "tiny") == 0
-    assert "killed" in capsys.readouterr().out
+    assert "ended      unknown" in capsys.readouterr().out
 
 
 def test_unknown_experiment_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
