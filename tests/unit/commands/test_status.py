@@ -48,10 +48,9 @@ def test_status_leaves_everything_alone(home: Path) -> None:
 
 
 @pytest.fixture
-def paths(home: Path) -> ExperimentPaths:
+def paths(begun: Path) -> ExperimentPaths:
     """The tiny experiment, stopped after one epoch."""
-    run_inside(home, "--stop-after-epoch", "1")
-    return ExperimentPaths(home, "tiny")
+    return ExperimentPaths(begun, "tiny")
 
 
 def test_status_shows_the_course_of_every_register(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
