@@ -90,7 +90,7 @@ def test_register_that_nobody_feeds_is_told(tmp_path: Path) -> None:
     """A register that would stay empty is refused at the settings file."""
     registers = {"loss_registers": ["loss_a", "loss_b", "error", "lost"]}
     problem = only_problem(tmp_path, loss_registers=registers)
-    assert problem.where.endswith("settings/loss_registers.json")
+    assert problem.where.endswith("settings/loss_registers.json:6")
     assert "'lost' is fed by no module transform" in problem.what
 
 
