@@ -19,7 +19,14 @@ def test_first_lines_introduce_the_run(home: Path, capsys: pytest.CaptureFixture
     """Version, processes, data home, state, modules, rates, disk, steps and exactness are told."""
     run_inside(home, "--stop-after-epoch", "0")
     text = capsys.readouterr().out
-    expected = ("training pipeline", "processes: 1 on cpu", f"data home: {home}", "state: starts", "learning rates:")
+    expected = (
+        "training pipeline",
+        "processes: 1 on cpu",
+        f"data home: {home}",
+        "state: starts",
+        "learning rates of heads: heads 2.000e-02",
+        "dataset a: train 40, val 10 points, batches of 4",
+    )
     for words in (*expected, "module stem: 54 parameters, 0 trained", "disk:", "steps:", "resume: exact"):
         assert words in text
 
