@@ -41,7 +41,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
     yield from _policy_problems(components, settings, folder)
     if components.modules and not components.trained_modules:
         frozen = ", ".join(components.frozen_modules)
-        yield Problem(str(folder / "modules"), f"at least one module must be trained, but all are frozen: {frozen}")
+        what = f"at least one module must be trained, but all are frozen: {frozen}"
+        yield Problem(str(folder / "modules"), what, 'settings = {"frozen": False} in one of them')
 
 
 def _policy_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
@@ -88,7 +89,7 @@ def _register_problems(components: Components, settings: Settings, folder: Path,
     for register in sorted(set(known) - fed) if "module_transforms" not in failed else ():
         what = f"register {register!r} is fed by no module transform; "
         listed = f"loss_registers of {folder / 'module_transforms'} name {', '.join(sorted(fed)) or 'none'}."
-        yield Problem(_line_of(settings_file, register), what + listed + nearest(register, sorted(fed - set(known))))
+        yield Problem(_line_of(settings_file, register), what + listed + nearest(register, sorted(fed)))
 
 
 def _line_of(file: str, name: str) -> str:
@@ -176,7 +177,7 @@ def _owner_problems(entry: ModuleDefinition, owners: Mapping[int, list[str]], wh
             misplaced.setdefault(" and ".join(found) or "none", []).append(repr(name))
     for found_in, names in misplaced.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        kind = "frozen parameters must be in no optimizer" if entry.frozen else "each must be in exactly one optimizer"
-        what = f"{kind}, but {', '.join(names[:_SHOWN])}{more} are in {found_in}"
+        must = "frozen parameters must be in no" if entry.frozen else "every parameter must be in exactly one"
+        what = f"{must} optimizer, but {', '.join(names[:_SHOWN])}{more} are in {found_in}"
         fix = "leave them out of create_optimizer" if entry.frozen else "see create_optimizer in optim_sched/*.py"
         yield Problem(where, what, fix)

@@ -131,7 +131,7 @@ def test_parameter_in_no_optimizer_is_told(tmp_path: Path) -> None:
     groups = "[{'name': 'heads', 'params': modules['head_a'].parameters()}]"
     problem = only_problem(tmp_path, heads(groups))
     assert "modules/head_b.py" in problem.where
-    assert "each must be in exactly one optimizer, but 'weight', 'bias' are in none" in problem.what
+    assert "every parameter must be in exactly one optimizer, but 'weight', 'bias' are in none" in problem.what
 
 
 def test_parameter_in_two_optimizers_is_told(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_parameter_in_two_optimizers_is_told(tmp_path: Path) -> None:
     )
     problem = only_problem(tmp_path, heads(groups))
     assert "modules/trunk.py" in problem.where
-    assert "each must be in exactly one optimizer, but '1.bias' are in heads and trunk" in problem.what
+    assert "every parameter must be in exactly one optimizer, but '1.bias' are in heads and trunk" in problem.what
 
 
 def test_frozen_parameter_in_an_optimizer_is_told(tmp_path: Path) -> None:
