@@ -103,14 +103,14 @@ def test_names_and_parameters_that_do_not_fit_are_told_with_both_places(home: Pa
         "pymodules/dataloaders/bb.py": FILES["pymodules/dataloaders/b.py"],
         "pymodules/module_transforms/b.py": FILES["pymodules/module_transforms/b.py"].replace("loss_b", "los_b"),
     }
-    write_experiment(home, files=files)
+    write_experiment(home, "wrong", files=files)
     said = [
         "dataloaders/b.py: the file is missing for dataset 'b'",
         "dataloaders/bb.py: must be named like a dataset, but there are a, b. Did you mean 'b'?",
         "module_transforms/b.py:3: loss_registers has 'los_b', but there are error, loss_a, loss_b. Did",
         "loss_registers.json:4: register 'loss_b' is fed by no module transform",
     ]
-    check_refused(home, code=2, said=said)
+    check_refused(home, name="wrong", code=2, said=said)
     write_experiment(home, "other", files={"pymodules/optim_sched/heads.py": _HEADS.replace('"head_b"', '"stem"')})
     said = [
         "head_b.py: every parameter must be in exactly one optimizer, but 'weight', 'bias' are in none",
