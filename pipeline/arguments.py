@@ -8,10 +8,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline.errors import UsageError
-from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home
+from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home, settings_names
 
 START, RESUME, RESET, AUTO = "start", "resume", "reset", "auto"
 
@@ -80,8 +80,16 @@ def command_line(experiment: str, home: Path, *words: str) -> str:
     """Return the line that runs an experiment the way this process was run."""
     nproc = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = f"torchrun --nproc-per-node={nproc}" if nproc else "python"
-    option = [] if home == data_home(None) else ["--data-home", str(home)]
-    return " ".join([launcher, "training_pipeline.py", experiment, *option, *words])
+    return " ".join([launcher, "training_pipeline.py", experiment, *_home_option(home), *words])
+
+
+def verb_line(verb: str, experiment: str, home: Path, *words: str) -> str:
+    """Return the line that calls a helper verb for an experiment of a data home."""
+    return " ".join(["python -m pipeline", verb, experiment, *words, *_home_option(home)])
+
+
+def _home_option(home: Path) -> list[str]:
+    return [] if home == data_home(None) else ["--data-home", str(home)]
 
 
 def parse_arguments(words: list[str] | None = None) -> Arguments:
@@ -89,22 +97,31 @@ def parse_arguments(words: list[str] | None = None) -> Arguments:
     parsed = vars(_parser().parse_args(words))
     flags = {mode: parsed.pop(mode) for mode in (RESUME, RESET, AUTO)}
     mode = next((mode for mode, is_given in flags.items() if is_given), START)
-    parser_error = _contradiction(mode, parsed)
-    if parser_error:
-        _parser().error(parser_error)
-    overrides = tuple(parsed.pop("set"))
-    return Arguments(mode=mode, overrides=overrides, **parsed)
+    overrides = parsed.pop("set")
+    contradiction = _contradiction(mode, parsed, overrides)
+    if contradiction:
+        _parser().error(contradiction)
+    return Arguments(mode=mode, overrides=tuple(overrides), **parsed)
 
 
-def _contradiction(mode: str, parsed: dict[str, object]) -> str | None:
+def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> str | None:
+    if parsed["experiment"] is None:
+        home = data_home(parsed["data_home"])
+        known = ", ".join(settings_names(home)) or "none"
+        return (
+            f"an experiment must be named; in {home} there are: {known}\n"
+            f"  to make one: {verb_line('new', 'NAME', home)}"
+        )
     try:
         check_name(str(parsed["experiment"]))
     except UsageError as error:
         return str(error)
-    if mode == RESUME and parsed["set"]:
+    if mode == RESUME and overrides:
+        name, home = str(parsed["experiment"]), data_home(parsed["data_home"])
+        changes = [word for override in overrides for word in ("--set", override)]
         return (
-            "--set changes settings and works only when an experiment starts; a resumed one runs with its frozen copy. "
-            "fix: make a variant with 'python -m pipeline new VARIANT --from EXPERIMENT --set …'"
+            "--set works only when an experiment starts; a resumed one runs with the settings it started with.\n"
+            f"  fix: {verb_line('new', 'VARIANT', home, '--from', name, *changes)}"
         )
     return None
 
@@ -117,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("experiment", help="name of a folder below experiment_settings")
+    parser.add_argument("experiment", nargs="?", help="name of a folder below experiment_settings")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--resume", action="store_true", help="continue an unfinished experiment from its last commit")
     mode.add_argument("--reset", action="store_true", help="delete the experiment's results and logs, then start")

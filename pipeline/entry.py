@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from pipeline.arguments import Arguments, is_rank_zero
+from pipeline.arguments import Arguments, command_line, is_rank_zero
 from pipeline.errors import PipelineError
 from pipeline.experiment.user_code import author_frames
 from pipeline.paths import ExperimentPaths, data_home
+from pipeline.results.store import peek
 from pipeline.run import Watch, run
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
 from pipeline.runtime.processes import Processes, is_lost_peer
@@ -24,9 +27,15 @@ from pipeline.runtime.processes import Processes, is_lost_peer
 _INTERRUPTED = "Interrupted."
 _LOST_PEER = "Ended because another process of this run has failed or was killed."
 _CONTINUE = " The last commit is intact; continue with --auto."
+# What all processes do at the same moment is told by the first of them.
+_TO_FAIL = "to fail"
 _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
+_TOLD_ABOVE = "none; what is wrong and what to do is told above, before the traceback of torchrun itself"
+_MEMORY_WORDS = ("out of memory", "can't allocate memory")
 _OUT_OF_MEMORY = (
-    "fix: lower batch_size in dataloaders/*.py (step_min_items keeps the step as it is), or use precision bf16."
+    "out of memory; fix: lower batch_size in pymodules/dataloaders/*.py (a step keeps its items, which step_min_items",
+    "in settings/data_loading.json decides), or set precision to bf16 in settings/training.json. Both are frozen since",
+    "the start: start again with --reset, or make a variant with python -m pipeline new VARIANT --from EXPERIMENT.",
 )
 
 
@@ -62,41 +71,84 @@ def leave(code: int) -> NoReturn:
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
     """Tell what happened, once over all processes, and return the exit code."""
     if isinstance(error, PipelineError):
-        if processes.is_rank_zero or not error.is_shared:
-            print(f"\n{error}", file=sys.stderr, flush=True)
-            log_file_only(str(error))
-        if error.is_shared:
-            # Rank zero has spoken: only now may torchrun see a process fail and end the others.
-            processes.barrier()
-        else:
-            _record(error)
-        return error.exit_code
+        return _conclude_told(error, processes, paths)
     if isinstance(error, KeyboardInterrupt):
         print(_INTERRUPTED + (_CONTINUE if paths else ""), file=sys.stderr, flush=True)
         return 1
     if is_lost_peer(error):
-        LOGGER.warning(_LOST_PEER + (_CONTINUE if paths else ""))
+        if processes.is_first("to miss another"):
+            LOGGER.warning(_LOST_PEER + (_CONTINUE if paths else ""))
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
         time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
-        log_file_only("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        log_file_only(_whole(error))
         return 1
     _tell_crash(error, processes, paths)
     return 1
 
 
+def _conclude_told(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> int:
+    """Say what a message for the user says, without a stack trace; the log file has that as well."""
+    speaks = processes.is_rank_zero if error.is_shared else processes.is_first(_TO_FAIL)
+    if speaks:
+        print(f"\n{error}", file=sys.stderr, flush=True)
+        _log_trace(error, processes, None if error.is_shared else paths)
+    _record_told(error)
+    # Only when it was told may torchrun see a process fail and end the others.
+    if error.is_shared and processes.has_joined:
+        processes.barrier()
+    elif not speaks:
+        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
+    return error.exit_code
+
+
 def _tell_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
-    whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    if paths is not None and paths.logs.is_dir():
-        if not processes.is_rank_zero:
-            start_file(paths.name, paths.log_file)
-        log_file_only(f"rank {processes.rank} failed:\n{whole}")
-    print(f"\nrank {processes.rank} failed:\n{author_frames(error) or whole}", file=sys.stderr)
-    if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
-        print(_OUT_OF_MEMORY, file=sys.stderr)
-    sys.stderr.flush()
-    _record(error)
-
-
-def _record(error: BaseException) -> None:
-    """Leave the exception where torchrun looks for it."""
+    _log_trace(error, processes, paths)
+    if processes.is_first(_TO_FAIL):
+        _print_crash(error, processes, paths)
+    else:
+        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
     get_error_handler().record_exception(error)
+
+
+def _print_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+    print(f"\nrank {processes.rank} failed:\n{author_frames(error) or _whole(error)}", file=sys.stderr)
+    for line in _ways_on(error, paths) if paths else ():
+        print(f"  {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _ways_on(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
+    """Yield what someone can do about a crash."""
+    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _MEMORY_WORDS):
+        yield from _OUT_OF_MEMORY
+    elif not peek(paths):
+        yield "fix: repair it and start again; nothing was committed yet."
+    elif author_frames(error):
+        yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
+        yield f"  {command_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
+        yield f"or repair it in {paths.settings / 'pymodules'} and start again with --reset."
+    else:
+        yield f"to continue: {command_line(paths.name, paths.home, '--resume')}"
+    if paths.log_file.exists():
+        yield f"the whole traceback: {paths.log_file}"
+
+
+def _log_trace(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+    """Write a whole traceback into the log file; a process other than rank zero has to open it first."""
+    if paths is not None and paths.logs.is_dir() and not processes.is_rank_zero:
+        start_file(paths.name, paths.log_file)
+    log_file_only(f"rank {processes.rank} failed:\n{_whole(error)}")
+
+
+def _whole(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def _record_told(error: PipelineError) -> None:
+    """Leave the message where torchrun looks for it, so that its table points to what was said above it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": _TOLD_ABOVE, "timestamp": str(int(time.time()))}
+        message = {"message": str(error), "errorCode": error.exit_code, "extraInfo": more}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.arguments import AUTO, RESET, RESUME, Arguments
+from pipeline.arguments import AUTO, RESET, RESUME, Arguments, verb_line
 from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
@@ -38,7 +39,7 @@ from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
-from pipeline.tracking.blocks import first_block, last_block, next_line, step_lines
+from pipeline.tracking.blocks import WARNING_MARK, first_block, last_block, next_line, step_lines
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
 
@@ -167,9 +168,10 @@ class _Run:
         contents = read_contents(self._paths.results / "settings")
         differing = differing_overrides(contents, self._arguments.all_overrides)
         if differing:
+            changes = [word for override in differing for word in ("--set", override)]
             raise UsageError(
                 f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
-                f"python -m pipeline new VARIANT --from {self._paths.name} --set {differing[0]}",
+                verb_line("new", "VARIANT", self._paths.home, "--from", self._paths.name, *changes),
             )
         return contents
 
@@ -186,7 +188,9 @@ class _Run:
         edited = differing_files(self._paths.settings, self._store.current.sources)
         if edited:
             LOGGER.warning(
-                "The settings folder has changed since the start; the frozen copy goes on: %s", ", ".join(edited)
+                "The settings folder has changed since the start; the frozen copy goes on: %s. "
+                "To use the changes, start again with --reset, or run a copy of the folder under another name.",
+                ", ".join(edited),
             )
 
     def _committed(self) -> tuple[Progress, dict[str, Any], list[Path]]:
@@ -229,10 +233,14 @@ class _Run:
             *step_lines(len(plan), plan.most_batches, machinery.experiment, self._processes),
         ]
         for line in lines:
-            LOGGER.info(line)
+            LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
         changed = differences(earlier[-1], start) if earlier else []
         if changed:
-            LOGGER.warning("Otherwise than at the last start: %s. From here on, bits may differ.", ", ".join(changed))
+            LOGGER.warning(
+                "Otherwise than at the last start: %s. Training goes on; from here on, bits may differ from those of "
+                "an uninterrupted run, by rounding.",
+                ", ".join(changed),
+            )
 
     def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:
         publisher = self._publisher(machinery, progress)

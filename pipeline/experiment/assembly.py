@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,10 @@ def _create_optimizers(components: Components, folder: Path) -> dict[str, Optimi
         try:
             optimizer = definition.create_optimizer(components.all_modules)
         except (Exception, SystemExit) as error:
-            raise InvalidExperiment([user_problem(error, folder, str(where), "create_optimizer must work")]) from error
+            problem = user_problem(error, folder, str(where), "create_optimizer must work")
+            if isinstance(error, KeyError):
+                problem = replace(problem, fix=f"the modules are {', '.join(components.all_modules)}")
+            raise InvalidExperiment([problem]) from error
         if not isinstance(optimizer, Optimizer):
             what = f"create_optimizer must return a torch optimizer, but returns {type(optimizer).__name__}"
             raise InvalidExperiment([Problem(str(where), what)])

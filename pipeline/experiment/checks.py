@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ from torch.optim import Optimizer
 
 from pipeline.components import RegisterEarlyStopper, StaticLossWeighter
 from pipeline.errors import Problem, nearest
-from pipeline.experiment.definitions import Components
+from pipeline.experiment.contracts import place_of
+from pipeline.experiment.definitions import Components, ModuleDefinition
 from pipeline.experiment.settings import Settings
 from pipeline.experiment.user_code import user_problem
 from pipeline.runtime.safe_archives import is_entry_name
 
 Splits = dict[str, dict[str, np.ndarray]]
+_SHOWN = 10
 _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
 
 
@@ -27,7 +30,7 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
     yield from _register_problems(components, settings, folder, failed)
     for name, counter in components.data_counters.items() if "datasets" not in failed else ():
         for dataset in sorted(set(counter.dataset_names) - set(components.datasets)):
-            where = str(folder / "data_counters" / f"{name}.py")
+            where = place_of(folder / "data_counters" / f"{name}.py", "dataset_names")
             yield Problem(where, f"dataset_names has {dataset!r}, {_available(dataset, list(components.datasets))}")
         for dataset in sorted(set(counter.dataset_names) & set(components.datasets)):
             if not callable(getattr(components.datasets[dataset], "getitem_metadata", None)):
@@ -38,7 +41,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
     yield from _policy_problems(components, settings, folder)
     if components.modules and not components.trained_modules:
         frozen = ", ".join(components.frozen_modules)
-        yield Problem(str(folder / "modules"), f"at least one module must be trained, but all are frozen: {frozen}")
+        what = f"at least one module must be trained, but all are frozen: {frozen}"
+        yield Problem(str(folder / "modules"), what, 'settings = {"frozen": False} in one of them')
 
 
 def _policy_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
@@ -61,7 +65,8 @@ def _dataset_file_problems(components: Components, folder: Path, failed: set[str
     for family in () if "datasets" in failed else sorted(set(_PER_DATASET) - failed):
         present = getattr(components, family)
         for dataset in sorted(set(datasets) - set(present)):
-            yield Problem(str(folder / family / f"{dataset}.py"), f"file is missing for dataset {dataset!r}")
+            what = f"the file is missing for dataset {dataset!r}, which {folder / 'datasets' / dataset}.py defines"
+            yield Problem(str(folder / family / f"{dataset}.py"), what)
         for name in sorted(set(present) - set(datasets)):
             where = str(folder / family / f"{name}.py")
             yield Problem(where, f"must be named like a dataset, {_available(name, datasets)}")
@@ -72,16 +77,26 @@ def _register_problems(components: Components, settings: Settings, folder: Path,
     settings_file = str(folder.parent / "settings" / "loss_registers.json")
     for name, count in Counter(known).items():
         if count > 1:
-            yield Problem(settings_file, f"register {name!r} must be listed once, but is listed {count} times")
+            where = _line_of(settings_file, name)
+            yield Problem(where, f"register {name!r} must be listed once, but is listed {count} times")
     if not any(register.optimize for register in settings.loss_registers):
         yield Problem(settings_file, "at least one register must be optimised, but all have optimize: false")
     for dataset, definition in components.module_transforms.items():
-        where = str(folder / "module_transforms" / f"{dataset}.py")
+        where = place_of(folder / "module_transforms" / f"{dataset}.py", "loss_registers")
         for register in sorted(set(definition.loss_registers) - set(known)):
-            yield Problem(where, f"loss_registers has {register!r}, {_available(register, known)}")
+            yield Problem(where, f"loss_registers has {register!r}, {_available(register, known)} ({settings_file})")
     fed = {name for definition in components.module_transforms.values() for name in definition.loss_registers}
     for register in sorted(set(known) - fed) if "module_transforms" not in failed else ():
-        yield Problem(settings_file, f"register {register!r} is fed by no module transform")
+        what = f"register {register!r} is fed by no module transform; "
+        listed = f"loss_registers of {folder / 'module_transforms'} name {', '.join(sorted(fed)) or 'none'}."
+        yield Problem(_line_of(settings_file, register), what + listed + nearest(register, sorted(fed)))
+
+
+def _line_of(file: str, name: str) -> str:
+    """Return ``file:line`` of a name in a settings file, or the file alone."""
+    path = Path(file)
+    lines = path.read_text(encoding="utf-8-sig").splitlines() if path.is_file() else []
+    return next((f"{file}:{number}" for number, line in enumerate(lines, 1) if json.dumps(name) in line), file)
 
 
 def _available(name: str, known: list[str]) -> str:
@@ -150,13 +165,19 @@ def parameter_problems(components: Components, optimizers: Mapping[str, Optimize
         what = "every parameter must belong to a module in modules/, but some do not: they would not be saved"
         yield Problem(str(folder / "optim_sched" / f"{name}.py"), what)
     for module_name, entry in components.modules.items():
-        where = str(folder / "modules" / f"{module_name}.py")
-        for parameter_name, parameter in entry.module.named_parameters():
-            found = owners.get(id(parameter), [])
-            if entry.frozen and found:
-                yield Problem(where, f"frozen parameter {parameter_name!r} must be in no optimizer, but is in {found}")
-            elif not entry.frozen and parameter.requires_grad and len(found) != 1:
-                which = " and ".join(found) or "none"
-                yield Problem(
-                    where, f"parameter {parameter_name!r} must be in exactly one optimizer, but is in {which}"
-                )
+        yield from _owner_problems(entry, owners, str(folder / "modules" / f"{module_name}.py"))
+
+
+def _owner_problems(entry: ModuleDefinition, owners: Mapping[int, list[str]], where: str) -> Iterator[Problem]:
+    """Yield one problem for all parameters of a module that are in the same wrong optimizers."""
+    misplaced: dict[str, list[str]] = {}
+    for name, parameter in entry.module.named_parameters():
+        found = owners.get(id(parameter), [])
+        if found if entry.frozen else parameter.requires_grad and len(found) != 1:
+            misplaced.setdefault(" and ".join(found) or "none", []).append(repr(name))
+    for found_in, names in misplaced.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        must = "frozen parameters must be in no" if entry.frozen else "every parameter must be in exactly one"
+        what = f"{must} optimizer, but {', '.join(names[:_SHOWN])}{more} are in {found_in}"
+        fix = "leave them out of create_optimizer" if entry.frozen else "see create_optimizer in optim_sched/*.py"
+        yield Problem(where, what, fix)

@@ -24,6 +24,7 @@ from pipeline.experiment.definitions import (
     OptimSched,
     WeightSource,
 )
+from pipeline.experiment.expectations import BASES, EXAMPLES, METHODS
 
 _UNSAFE_LOADER_ARGUMENTS = {
     "shuffle": "the epoch's plan shuffles",
@@ -41,14 +42,6 @@ _LOADER_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
     "timeout": (int, float),
 }
 _MODULE_SETTING_TYPES = {"frozen": bool, "compile": bool, "strict": bool, "strip_prefix": str, "key_map": dict}
-_LOSS_WEIGHTER_METHODS = {
-    "before_train_epoch": 1,
-    "after_train_step": 1,
-    "after_train_epoch": 1,
-    "before_eval_epoch": 1,
-    "after_eval_epoch": 1,
-    "get_loss_weight": 1,
-}
 
 
 class ContractReader:
@@ -68,25 +61,24 @@ class ContractReader:
             modules=self._family("modules", self._module),
             module_transforms=self._family("module_transforms", self._module_transform),
             optim_sched=self._family("optim_sched", self._optim_sched),
-            checkpoint_saver=self._single("checkpoint_saver", {"update": 3, "save_checkpoints": 0}),
-            early_stopper=self._single("early_stopper", {"update": 2, "improvement": 0, "early_stop": 0}),
-            loss_weighter=self._single("loss_weighter", _LOSS_WEIGHTER_METHODS),
+            checkpoint_saver=self._single("checkpoint_saver"),
+            early_stopper=self._single("early_stopper"),
+            loss_weighter=self._single("loss_weighter"),
             trackers=self._family("trackers", self._tracker),
         )
 
     def _family(self, family: str, read: Callable[[ModuleType], Any]) -> dict[str, Any]:
         return {name: read(module) for name, module in self._files[family].items()}
 
-    def _single(self, name: str, methods: dict[str, int]) -> Any:
-        if (module := self._files[""].get(name)) is None:
-            return None
-        return self._object(module, name, {**methods, "save": 1, "load": 1})
+    def _single(self, name: str) -> Any:
+        module = self._files[""].get(name)
+        return None if module is None else self._object(module, name)
 
     def _dataset(self, module: ModuleType) -> Any:
-        return self._object(module, "dataset", {"__getitem__": 1, "get_split_idxs": 1})
+        return self._object(module, "dataset")
 
     def _data_counter(self, module: ModuleType) -> DataCounter:
-        counter = self._object(module, "data_counter", {"count": 2, "save": 1, "load": 1})
+        counter = self._object(module, "data_counter")
         return DataCounter(counter, self._names(module, "dataset_names"))
 
     def _data_transforms(self, module: ModuleType) -> DataTransforms:
@@ -102,7 +94,7 @@ class ContractReader:
             transform = create()
         except (Exception, SystemExit) as error:
             return self._broken(module, name, f"must be creatable without arguments, but raises {error!r}")
-        self._check_methods(module, name, transform, {"__call__": 1})
+        self._check_methods(module, name, transform)
         return transform
 
     def _data_loading(self, module: ModuleType) -> DataLoading:
@@ -122,7 +114,7 @@ class ContractReader:
         known = [entry.name for entry in fields(LoaderArguments)]
         for key in sorted(set(given) - set(known), key=str):
             reason = _UNSAFE_LOADER_ARGUMENTS.get(key)
-            what = f"is not allowed: {reason}" if reason else f"is unknown; allowed are {', '.join(known)}"
+            what = f"is not allowed: {reason}" if reason else f"is unknown; allowed are {', '.join(known)}."
             self._broken(module, f"{name}[{key!r}]", what + ("" if reason else nearest(key, known)))
         for key, least in {"batch_size": 1, "num_workers": 0, "point_size": 1, "prefetch_factor": 1}.items():
             value = given.get(key, least)
@@ -161,7 +153,7 @@ class ContractReader:
         ]
         for key in sorted(set(given) - set(known), key=str):
             self._broken(
-                module, f"settings[{key!r}]", f"is unknown; allowed are {', '.join(known)}{nearest(key, known)}"
+                module, f"settings[{key!r}]", f"is unknown; allowed are {', '.join(known)}.{nearest(key, known)}"
             )
         for key, kind in _MODULE_SETTING_TYPES.items():
             if key in given and not isinstance(given[key], kind):
@@ -201,7 +193,7 @@ class ContractReader:
         return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
 
     def _tracker(self, module: ModuleType) -> Any:
-        return self._object(module, "tracker", {"begin": 1, "publish": 1, "close": 0})
+        return self._object(module, "tracker")
 
     def _optim_sched(self, module: ModuleType) -> OptimSched:
         start = getattr(module, "scheduler_start_epoch", 1)
@@ -216,7 +208,8 @@ class ContractReader:
     def _function(self, module: ModuleType, name: str, argument: str) -> Any:
         function = self._get(module, name)
         if function is not None and not takes(function, 1):
-            self._broken(module, name, f"must be a function {name}({argument}), but is {function!r}")
+            found = f"{name}{inspect.signature(function)}" if callable(function) else repr(function)
+            self._broken(module, name, f"must be a function {name}({argument}), but is {found}")
         return function
 
     def _names(self, module: ModuleType, name: str) -> tuple[str, ...]:
@@ -227,35 +220,40 @@ class ContractReader:
             return ()
         return tuple(value)
 
-    def _object(self, module: ModuleType, name: str, methods: dict[str, int]) -> Any:
+    def _object(self, module: ModuleType, name: str) -> Any:
         value = self._get(module, name)
         if value is not None:
-            self._check_methods(module, name, value, methods)
+            self._check_methods(module, name, value)
         return value
 
-    def _check_methods(self, module: ModuleType, name: str, value: Any, methods: dict[str, int]) -> None:
+    def _check_methods(self, module: ModuleType, name: str, value: Any) -> None:
         if inspect.isclass(value):
             self._broken(
                 module, name, f"must be an instance, but is the class {value.__name__}; write {value.__name__}(…)"
             )
             return
-        for method, count in methods.items():
-            function = getattr(value, method, None)
-            if not callable(function):
-                self._broken(module, name, f"must have a method {method}, but {type(value).__name__} has none")
-            elif not takes(function, count):
-                self._broken(module, name, f"{method}{inspect.signature(function)} must take {count} arguments")
+        methods = {method: getattr(value, method, None) for method in METHODS[name]}
+        lacking = [f"{method}({METHODS[name][method]})" for method, one in methods.items() if not callable(one)]
+        if lacking:
+            what = f"must have the methods {', '.join(lacking)}, but {type(value).__name__} has not"
+            self._broken(module, name, what, f"inherit from pipeline.components.{BASES[name]}, which has them all")
+        for method, function in methods.items():
+            arguments = METHODS[name][method]
+            count = len(arguments.split(", ")) if arguments else 0
+            if callable(function) and not takes(function, count):
+                found = f"{method}{inspect.signature(function)}"
+                self._broken(module, name, f"{found} must take {count} arguments: {method}({arguments})")
 
     def _get(self, module: ModuleType, name: str) -> Any:
         if not hasattr(module, name):
-            defined = [word for word in vars(module) if not word.startswith("_")]
-            self._broken(module, name, f"is not defined{nearest(name, defined)}")
+            defined = [word for word in vars(module) if not word.startswith("_") and word not in EXAMPLES]
+            self._broken(module, name, f"is not defined.{nearest(name, defined)}", EXAMPLES[name])
         elif getattr(module, name) is None:
             self._broken(module, name, "must not be None")
         return getattr(module, name, None)
 
-    def _broken(self, module: ModuleType, name: str, what: str) -> Any:
-        self.problems.append(Problem(_place(module, name), f"{name} {what}"))
+    def _broken(self, module: ModuleType, name: str, what: str, fix: str = "") -> Any:
+        self.problems.append(Problem(place_of(Path(str(module.__file__)), name), f"{name} {what}", fix))
         return None
 
 
@@ -270,9 +268,8 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _place(module: ModuleType, name: str) -> str:
+def place_of(path: Path, name: str) -> str:
     """Return ``file:line`` where a top-level name is set, or the file alone."""
-    path = Path(str(module.__file__))
     word = name.partition("[")[0]
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         if line.split("(")[0].split(":")[0].split("=")[0].split() in ([word], ["def", word], ["class", word]):

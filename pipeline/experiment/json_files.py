@@ -27,7 +27,17 @@ _CAUSES = {
     "-": "-Infinity is not JSON",
     "}": "a comma before a closing bracket, or a value is missing",
     "]": "a comma before a closing bracket, or a value is missing",
+    '"': "the comma before it is missing",
+    ".": "numbers begin with a digit: 0.5",
+    "+": "numbers have no plus sign",
+    "": "the file ends before its brackets are closed",
 }
+# What the standard decoder says, in the words of an author.
+_WORDS = {
+    "Expecting value": "Expected a value",
+    "Invalid control character at": "A string must end on its line, without tabs (is a closing quote missing?)",
+}
+_EXPLAINED = ("A string", "Duplicate", "Expected ':'")
 
 
 @dataclass
@@ -43,6 +53,8 @@ class Document:
         """Return ``file:line`` of a value, or of the nearest one that encloses it."""
         while path and path not in self.offsets:
             path = path[:-1]
+        if not self.text:
+            return str(self.path)
         line = self.text.count("\n", 0, self.offsets.get(path, 0)) + 1
         return f"{self.path}:{line}"
 
@@ -60,7 +72,8 @@ def read_document(path: Path) -> Document:
     try:
         _Scanner(document).scan()
     except JSONDecodeError as error:
-        raise InvalidExperiment([_syntax_problem(path, error)]) from None
+        said = JSONDecodeError(_WORDS.get(error.msg, error.msg), error.doc, error.pos)
+        raise InvalidExperiment([_syntax_problem(path, said)]) from None
     except RecursionError:
         raise InvalidExperiment([Problem(str(path), "must not be nested so deeply")]) from None
     return document
@@ -84,13 +97,15 @@ def _read_text(path: Path) -> str:
 
 
 def _syntax_problem(path: Path, error: JSONDecodeError) -> Problem:
-    line = error.doc.splitlines()[error.lineno - 1] if error.doc.splitlines()[error.lineno - 1 :] else ""
-    found = error.doc[error.pos : error.pos + 1]
-    cause = f" ({_CAUSES[found]})" if found in _CAUSES and "Duplicate" not in error.msg else ""
-    caret = " " * (error.colno - 1) + "^"
-    return Problem(
-        f"{path}:{error.lineno}:{error.colno}", f"{error.msg}{cause}\n      {line[:200]}\n      {caret[:201]}"
-    )
+    # Where a file ends too soon, its last line tells more than the empty one behind it.
+    position = min(error.pos, len(error.doc.rstrip()))
+    error = JSONDecodeError(error.msg, error.doc, position)
+    line = error.doc.split("\n")[error.lineno - 1].rstrip("\r")
+    found = error.doc[position : position + 1].strip()
+    is_explained = error.msg.startswith(_EXPLAINED)
+    cause = f" ({_CAUSES[found]})" if found in _CAUSES and not is_explained else ""
+    shown = f"{line[:200]}\n      {' ' * min(error.colno - 1, 200)}^"
+    return Problem(f"{path}:{error.lineno}:{error.colno}", f"{error.msg}{cause}\n      {shown}")
 
 
 class _Scanner:
@@ -132,7 +147,9 @@ class _Scanner:
                 raise self._error("Expected a key in double quotes", place)
             key, end = scanstring(self._text, place + 1, True)
             if key in found:
-                raise self._error(f"Duplicate key {key!r}", place)
+                known = (*path, key)
+                first = self._text.count("\n", 0, self._document.offsets[known]) + 1
+                raise self._error(f"Duplicate key {key!r}, which stands in line {first} already", place)
             colon = self._skip(end)
             if self._text[colon : colon + 1] != ":":
                 raise self._error("Expected ':'", colon)

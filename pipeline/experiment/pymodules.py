@@ -13,6 +13,7 @@ from types import ModuleType
 
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.copied_files import is_ignored
+from pipeline.experiment.expectations import EXAMPLES
 from pipeline.experiment.user_code import user_problem
 from pipeline.paths import number_variable
 from pipeline.runtime.randomness import key_generators
@@ -45,6 +46,13 @@ def relocate(source: Path, target: Path) -> None:
                 module.__file__ = str(target / Path(str(module.__file__)).relative_to(source))
             if hasattr(module, "__path__"):
                 module.__path__ = [str(path).replace(str(source), str(target), 1) for path in module.__path__]
+
+
+def _import_fix(name: str) -> str:
+    top = name.partition(".")[0]
+    if top in (*FAMILIES, UTILS):
+        return f"write pymodules/{name.replace('.', '/')}.py, or import a file that exists"
+    return f"pip install {top}; a file of your own goes into utils/ and is imported as from ..utils.{top} import …"
 
 
 class PymoduleLoader:
@@ -91,7 +99,7 @@ class PymoduleLoader:
                 yield Problem(str(self.folder / family), "must hold at least one .py file, but there is none")
         for single in SINGLES:
             if not (self.folder / f"{single}.py").is_file():
-                yield Problem(str(self.folder / f"{single}.py"), "file is missing")
+                yield Problem(str(self.folder / f"{single}.py"), "the file is missing", EXAMPLES[single])
 
     def _import(self, family: str, path: Path) -> ModuleType | None:
         if not _NAME.fullmatch(path.stem):
@@ -109,6 +117,10 @@ class PymoduleLoader:
 
     def _import_problem(self, path: Path, error: BaseException) -> Problem:
         problem = user_problem(error, self.folder, str(path), "must be importable")
+        # The private package is no name that an author knows.
+        problem = replace(problem, what=problem.what.replace(f"{self._package}.", ""))
+        if isinstance(error, ModuleNotFoundError):
+            return replace(problem, fix=_import_fix(str(error.name).removeprefix(f"{self._package}.")))
         if isinstance(error, TimeoutError):
             return replace(problem, fix=f"set {IMPORT_TIME_LIMIT_VARIABLE} (seconds) if it needs longer")
         return problem

@@ -63,9 +63,16 @@ def _problems(document: Document, error: ValidationError) -> Iterator[Problem]:
     if error.validator == "required":
         # jsonschema reports each missing key on its own; the message names it first.
         key = next(key for key in rules["required"] if error.message.startswith(repr(key)))
-        yield Problem(_where(document, path), f"key {key!r} is missing")
+        what = f"key {key!r} is missing; it must be {_described(rules['properties'][key])}"
+        yield Problem(_where(document, path), what)
         return
     yield Problem(_where(document, path), f"must be {_allowed(error)}, but is {_shown(instance)} instead")
+
+
+def _described(rules: dict[str, Any]) -> str:
+    if "enum" in rules:
+        return f"one of {_shown(rules['enum'])}"
+    return f"of type {_either(_types(rules['oneOf']) if 'oneOf' in rules else rules.get('type', 'string'))}"
 
 
 def _where(document: Document, path: tuple[str | int, ...]) -> str:
@@ -83,13 +90,19 @@ def _allowed(error: ValidationError) -> str:
         "minLength": f"at least {error.validator_value} character long",
         "minItems": f"a list of at least {error.validator_value}",
         "pattern": "made of letters, digits, '_', '-' and '.'",
-        "oneOf": "a name, an object or null as the documentation of this key says",
     }
+    if error.validator == "oneOf":
+        return f"of type {_either(_types(error.validator_value))}"
     return rules.get(str(error.validator), error.message)
 
 
 def _either(types: Any) -> str:
     return types if isinstance(types, str) else " or ".join(map(str, types)) if isinstance(types, list) else str(types)
+
+
+def _types(alternatives: Any) -> list[str]:
+    # What is only referred to is a name.
+    return [str(one.get("type", "string")) for one in alternatives if isinstance(one, dict)]
 
 
 def _shown(value: Any) -> str:

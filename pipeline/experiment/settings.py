@@ -99,11 +99,16 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
             problems += schema_problems(document, name)
             contents[name] = document.value
         except InvalidExperiment as error:
-            problems += error.problems
+            problems += error.problems if path.is_file() else [_missing_file(path, name)]
     problems += _unknown_files(folder)
     if problems:
         raise InvalidExperiment(problems)
     return _overridden(contents, overrides)
+
+
+def _missing_file(path: Path, name: str) -> Problem:
+    needed = ", ".join(schema(name).get("required", []))
+    return Problem(str(path), "must be a file, but there is none", f"write it; it needs the keys: {needed}")
 
 
 def _unknown_files(folder: Path) -> list[Problem]:
@@ -163,9 +168,12 @@ def _apply(contents: Contents, override: str) -> None:
     target, equals, text = override.partition("=")
     file, _, key = target.partition(".")
     if not equals or not key:
-        raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.")
+        holders = [f"{name}.{target}" for name in SETTINGS_FILES if target in schema(name)["properties"]]
+        meant = f" Did you mean {holders[0]}={text or '…'}?" if holders else ""
+        raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.{meant}")
     if file not in SETTINGS_FILES:
-        raise UsageError(f"--set {override}: no settings file {file!r}; there are {', '.join(SETTINGS_FILES)}.")
+        known = f"there are {', '.join(SETTINGS_FILES)}.{nearest(file, SETTINGS_FILES)}"
+        raise UsageError(f"--set {override}: no settings file {file!r}; {known}")
     *parents, last = key.split(".")
     place, rules = contents[file], schema(file)
     for part in parents:

@@ -11,10 +11,11 @@ from torch import nn
 
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
 from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
-from pipeline.paths import ExperimentPaths, check_name, pool_file
+from pipeline.paths import ExperimentPaths, check_name, pool_file, results_names
 from pipeline.runtime.safe_loading import load_weights
 
 _SHOWN = 10
+_FIX = "rename keys with strip_prefix or key_map in settings, or take only what both sides have with strict: False"
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights", "params")
 
 
@@ -51,12 +52,16 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
         check_name(str(source.module_name), "module_name"),
     )
     path = pool_file(other.data, pool, module)
+    if not other.results.is_dir():
+        known = results_names(paths.home)
+        listed = f"there are {', '.join(known) or 'none'}.{nearest(other.name, known)}"
+        raise ValueError(f"load_weights_from_exp needs the results of experiment {other.name!r}; {listed}")
     if not path.is_file():
         pools = sorted(entry.name for entry in (other.data / "module_ckps").glob("*"))
         modules = sorted(entry.stem for entry in path.parent.glob("*.pt"))
         raise ValueError(
             f"load_weights_from_exp needs {path}, but experiment {source.exp_name!r} has the pools "
-            f"{', '.join(pools) or 'none'}, and in {source.ckp_pool_name!r} the modules {', '.join(modules) or 'none'}"
+            f"{', '.join(pools) or 'none'}, and in {source.ckp_pool_name!r} the modules {', '.join(modules) or 'none'}."
         )
     return path
 
@@ -148,7 +153,8 @@ def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource
     kinds = {"missing": missing, "unexpected": unexpected} if source.strict else {}
     found = [f"{kind} {_first(keys)}" for kind, keys in {**kinds, "differing shapes": shapes}.items() if keys]
     if found:
-        yield f"the weights of {path} must fit the module, but: {'; '.join(found)}"
+        listed = "".join(f"\n      {line}" for line in found)
+        yield f"the weights of {path} must fit the module, but:{listed}\n    fix: {_FIX}"
         return
     try:
         module.load_state_dict({key: weights[key] for key in own if key in weights}, strict=source.strict)

@@ -25,6 +25,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from pipeline.arguments import verb_line
 from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
 from pipeline.runtime.durable import Disk, bytes_writer, json_writer
@@ -272,4 +273,8 @@ def _described(paths: ExperimentPaths) -> str:
 
 
 def _in_use(paths: ExperimentPaths) -> str:
-    return f"Experiment {paths.name!r} is in use: held by {_described(paths)}.\n  fix: wait for that run, or stop it."
+    return (
+        f"Experiment {paths.name!r} is in use: held by {_described(paths)}.\n"
+        f"  to look at that run: {verb_line('status', paths.name, paths.home)}\n"
+        f"  to stop it cleanly:  {verb_line('stop', paths.name, paths.home)}"
+    )

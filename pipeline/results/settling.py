@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipeline.arguments import command_line, verb_line
 from pipeline.errors import DamagedResults
 from pipeline.paths import ExperimentPaths
 from pipeline.results.lock import RunLock
@@ -37,4 +38,5 @@ def finished_lines(paths: ExperimentPaths) -> Iterator[str]:
     best = state.get("best")
     value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""
     yield f"Experiment {paths.name} finished on {state.get('time', '?')}; nothing to do.{value}"
-    yield f"  a variant: python -m pipeline new VARIANT --from {paths.name}"
+    yield f"  to start a variant: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
+    yield f"  to start again:     {command_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"

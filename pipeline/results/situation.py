@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line
+from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.paths import RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
 from pipeline.progress import Progress
@@ -48,7 +48,8 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
         if arguments.mode == RESUME:
             raise StateConflict(
                 f"Experiment {paths.name!r} has no results to resume.\n"
-                "  fix: start it without --resume, or use --auto, which starts or continues as needed."
+                f"  to start it: {command_line(paths.name, paths.home)}\n"
+                "  --auto in place of --resume starts or continues, whichever is right."
             )
         return START
     if arguments.mode in (RESUME, AUTO):
@@ -89,13 +90,12 @@ def check_settings_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment nobody wrote, naming those that exist."""
     if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
         return
-    known = all_names(paths.home)
-    listed = ", ".join(known) or "none"
-    raise UsageError(
-        f"Experiment {paths.name!r} must be a folder with pymodules/ and settings/ at {paths.settings}, but is not. "
-        f"Experiments in this data home: {listed}.{nearest(paths.name, known)}",
-        f"python -m pipeline new {paths.name}",
-    )
+    known = settings_names(paths.home)
+    if paths.settings.is_dir():
+        lacking = [name for name in ("pymodules", "settings") if not (paths.settings / name).is_dir()]
+        what = f"{paths.settings} must hold the folders pymodules and settings, but has no {' and no '.join(lacking)}."
+        raise UsageError(what, "compare it with the example: " + verb_line("new", "EXAMPLE", paths.home))
+    raise unknown_experiment(paths, known, fix=f"{verb_line('new', paths.name, paths.home)}    (to make it)")
 
 
 def _refuse_links(top: Path, name: str) -> None:

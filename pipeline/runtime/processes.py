@@ -19,6 +19,7 @@ from pipeline.paths import number_variable
 
 Result = TypeVar("Result")
 _CPU = torch.device("cpu")
+_PATIENCE = timedelta(seconds=5)
 TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 
@@ -32,6 +33,7 @@ class Processes:
     rank: int = 0
     world_size: int = 1
     device: torch.device = _CPU
+    store: Store | None = None
 
     @classmethod
     def join(cls) -> Processes:
@@ -43,16 +45,21 @@ class Processes:
         except PipelineError as error:
             # Every rank finds the same before it can talk to the others.
             raise error.shared() from None
-        rank = int(os.environ.get("RANK", "0"))
+        rank, store = int(os.environ.get("RANK", "0")), None
         if world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             store = _meeting_place(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        return cls(rank, world_size, device)
+        return cls(rank, world_size, device, store)
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
+
+    @property
+    def has_joined(self) -> bool:
+        """Tell whether there are others, and they can be talked to."""
+        return dist.is_initialized()
 
     @property
     def has_launcher(self) -> bool:
@@ -66,6 +73,16 @@ class Processes:
     @property
     def backend(self) -> str:
         return "none" if self.world_size == 1 else str(dist.get_backend())
+
+    def is_first(self, what: str) -> bool:
+        """Tell whether this is the first process of all to say so; one that cannot ask must take itself for it."""
+        if self.store is None:
+            return True
+        try:
+            self.store.set_timeout(_PATIENCE)
+            return self.store.add(f"first_{what}", 1) == 1
+        except RuntimeError:
+            return True
 
     def barrier(self) -> None:
         self.gather(None)
@@ -153,11 +170,13 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return _CPU
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if num_processes > torch.cuda.device_count():
+    num_processes, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if num_processes > num_gpus:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise UsageError(
-            f"{num_processes} processes need as many GPUs, but {torch.cuda.device_count()} are visible.",
-            "lower --nproc-per-node or widen CUDA_VISIBLE_DEVICES",
+            f"{num_processes} processes on this machine need {num_processes} GPUs, but {num_gpus} can be seen; "
+            + ("CUDA_VISIBLE_DEVICES is not set." if chosen is None else f"CUDA_VISIBLE_DEVICES is {chosen!r}."),
+            f"torchrun --nproc-per-node={num_gpus} …, or let CUDA_VISIBLE_DEVICES name {num_processes} GPUs",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

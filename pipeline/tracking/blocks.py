@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import pipeline
-from pipeline.arguments import command_line
+from pipeline.arguments import command_line, verb_line
 from pipeline.components import Losses
 from pipeline.experiment.assembly import Experiment
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
+from pipeline.runtime.durable import Disk
 from pipeline.runtime.processes import Processes
-from pipeline.runtime.wording import shown_duration, shown_values
-from pipeline.tracking.lines import shown_rates
+from pipeline.runtime.wording import shown_bytes, shown_duration, shown_values
 
-_GB = 1e9
+# Lines that begin with it are meant as warnings.
+WARNING_MARK = "WARNING: "
 # Where a tracker has left something below the logs, and how it is looked at.
 _CURVES = {
     "tensorboard": "tensorboard --logdir {}/tensorboard",
@@ -32,36 +33,50 @@ _CURVES = {
 
 def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experiment, found: str) -> Iterator[str]:
     """Yield what a person wants to know before a run begins."""
-    settings = experiment.settings
     yield f"training pipeline {pipeline.__version__}: {' '.join(sys.argv)}"
-    yield f"processes: {processes.world_size} on {processes.device.type}, backend {processes.backend}"
+    threads = torch.get_num_threads()
+    yield (
+        f"processes: {processes.world_size} on {processes.device.type}, backend {processes.backend}, "
+        f"threads in each: {threads}"
+    )
     yield f"data home: {paths.home}"
     yield f"state: {found}"
+    yield from _part_lines(experiment)
+    yield from _disk_lines(paths, experiment)
+    yield (
+        f"resume: exact to the bit with {processes.world_size} processes of {threads} threads; equal up to rounding "
+        "with other numbers"
+    )
+
+
+def _part_lines(experiment: Experiment) -> Iterator[str]:
+    for name, splits in experiment.splits.items():
+        sizes = ", ".join(f"{split} {len(indices):,}" for split, indices in splits.items())
+        yield f"dataset {name}: {sizes} points, batches of {experiment.components.dataloaders[name].train.batch_size}"
     for name, module in experiment.components.all_modules.items():
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
         trained = sum(count for count, is_trained in counts if is_trained)
         yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {trained:,} trained"
-    yield f"learning rates: {shown_rates(experiment.learning_rates())}"
-    yield _disk_line(paths, experiment)
-    yield (
-        f"resume: exact at {processes.world_size} processes with {settings.training.gradient_reduction} gradients; "
-        "equal to rounding at another number"
-    )
+    for name, groups in experiment.learning_rates().items():
+        rates = ", ".join(f"{group} {rate:.3e}" for group, rate in groups.items())
+        yield f"learning rates of {name}: {rates}"
 
 
-def _disk_line(paths: ExperimentPaths, experiment: Experiment) -> str:
+def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]:
     """Estimate three commits of weights with two optimizer moments each, and the initial and best pools."""
     trained = sum(
         parameter.numel() * parameter.element_size()
         for module in experiment.components.trained_modules.values()
         for parameter in module.parameters()
     )
-    folder = paths.results
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    warning = "; FREE SOME BEFORE LONG RUNS" if free < 11 * trained else ""
-    return f"disk: about {11 * trained / _GB:.3f} GB needed, {free / _GB:.1f} GB free{warning}"
+    needed, free = 11 * trained, Disk().free_bytes(paths.results)
+    yield f"disk: about {shown_bytes(needed)} needed, {shown_bytes(free)} free"
+    if free < needed:
+        yield (
+            f"{WARNING_MARK}{paths.results} may fill its disk: about {shown_bytes(needed)} are needed and "
+            f"{shown_bytes(free)} are free. A run that cannot commit stops; free some space, or choose another "
+            "--data-home."
+        )
 
 
 def step_lines(num_steps: int, most_batches: int, experiment: Experiment, processes: Processes) -> Iterator[str]:
@@ -73,7 +88,7 @@ def step_lines(num_steps: int, most_batches: int, experiment: Experiment, proces
         batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
         enough = max(batch_items) * (processes.world_size - 1) + 1
         yield (
-            f"WARNING: a step has at most {most_batches} batches, so {processes.world_size - most_batches} of "
+            f"{WARNING_MARK}a step has at most {most_batches} batches, so {processes.world_size - most_batches} of "
             f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
         )
 
@@ -85,7 +100,7 @@ def _lonely_points(experiment: Experiment) -> Iterator[str]:
         for name, loading in experiment.components.dataloaders.items():
             size = len(experiment.splits[name]["train"])
             if size % loading.train.batch_size == 1:
-                yield f"WARNING: the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
+                yield f"{WARNING_MARK}the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
 
 
 def last_block(
@@ -106,7 +121,7 @@ def last_block(
 
 def next_line(paths: ExperimentPaths, progress: Progress) -> str:
     if progress.is_finished:
-        return f"next: python -m pipeline new VARIANT --from {paths.name}    (a variant of this experiment)"
+        return f"next: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}    (a variant of it)"
     return f"next: {command_line(paths.name, paths.home, '--resume')}    (continues at {progress})"
 
 

@@ -75,7 +75,12 @@ WRONG = {
         "loss_weighter.py:2",
         "write UniformLossWeighter(",
     ),
-    "number in place of policy": ("early_stopper", "early_stopper = 3\n", "early_stopper.py:1", "must have a method"),
+    "number in place of policy": (
+        "early_stopper",
+        "early_stopper = 3\n",
+        "early_stopper.py:1",
+        "must have the methods update(",
+    ),
     "module of another kind": ("modules__head_a", "module = 3\nsettings = {}\n", "head_a.py:1", "torch.nn.Module"),
     "module class": (
         "modules__head_a",

@@ -39,7 +39,7 @@ def test_set_is_refused_with_resume_and_tells_how_to_make_a_variant(capsys: pyte
     """A resumed experiment runs with its frozen copy, so nothing can be set."""
     message = refusal(capsys, "tiny", "--resume", "--set", "training.seed=1")
     assert "--set" in message
-    assert "new VARIANT --from EXPERIMENT" in message
+    assert "new VARIANT --from tiny --set training.seed=1" in message
 
 
 @pytest.mark.parametrize("mode", [[], ["--reset"], ["--auto"]])

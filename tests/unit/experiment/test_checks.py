@@ -90,7 +90,7 @@ def test_register_that_nobody_feeds_is_told(tmp_path: Path) -> None:
     """A register that would stay empty is refused at the settings file."""
     registers = {"loss_registers": ["loss_a", "loss_b", "error", "lost"]}
     problem = only_problem(tmp_path, loss_registers=registers)
-    assert problem.where.endswith("settings/loss_registers.json")
+    assert problem.where.endswith("settings/loss_registers.json:6")
     assert "'lost' is fed by no module transform" in problem.what
 
 
@@ -129,9 +129,9 @@ def test_everything_frozen_is_told(tmp_path: Path) -> None:
 def test_parameter_in_no_optimizer_is_told(tmp_path: Path) -> None:
     """Every parameter that nobody trains is named with its module."""
     groups = "[{'name': 'heads', 'params': modules['head_a'].parameters()}]"
-    problems = problems_of(tmp_path, heads(groups))
-    assert [problem.what.split("'")[1] for problem in problems] == ["weight", "bias"]
-    assert all("modules/head_b.py" in problem.where and "is in none" in problem.what for problem in problems)
+    problem = only_problem(tmp_path, heads(groups))
+    assert "modules/head_b.py" in problem.where
+    assert "every parameter must be in exactly one optimizer, but 'weight', 'bias' are in none" in problem.what
 
 
 def test_parameter_in_two_optimizers_is_told(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_parameter_in_two_optimizers_is_told(tmp_path: Path) -> None:
     )
     problem = only_problem(tmp_path, heads(groups))
     assert "modules/trunk.py" in problem.where
-    assert "'1.bias' must be in exactly one optimizer, but is in heads and trunk" in problem.what
+    assert "every parameter must be in exactly one optimizer, but '1.bias' are in heads and trunk" in problem.what
 
 
 def test_frozen_parameter_in_an_optimizer_is_told(tmp_path: Path) -> None:
@@ -153,8 +153,7 @@ def test_frozen_parameter_in_an_optimizer_is_told(tmp_path: Path) -> None:
     )
     problem = only_problem(tmp_path, heads(groups))
     assert "modules/stem.py" in problem.where
-    assert "frozen parameter '0.weight'" in problem.what
-    assert "heads" in problem.what
+    assert "frozen parameters must be in no optimizer, but '0.weight' are in heads" in problem.what
 
 
 @pytest.mark.parametrize("names", ["{}, {}", "{'name': 'x'}, {}", "{'name': 'x'}, {'name': 'x'}", "{'name': 1}, {}"])

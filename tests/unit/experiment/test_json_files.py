@@ -32,7 +32,7 @@ BROKEN = {
     "NaN": ('{"a": NaN}', ":1:7", "NaN is not JSON"),
     "Infinity": ('{"a": Infinity}', ":1:7", "Infinity is not JSON"),
     "minus Infinity": ('{"a": -Infinity}', ":1:7", "-Infinity is not JSON"),
-    "duplicate key": ('{"a": 1,\n "b": 2,\n "a": 3}', ":3:2", "Duplicate key 'a'"),
+    "duplicate key": ('{"a": 1,\n "b": 2,\n "a": 3}', ":3:2", "Duplicate key 'a', which stands in line 1"),
     "nested duplicate key": ('{"x": {"a": 1, "a": 1}}', ":1:16", "Duplicate key 'a'"),
     "single quotes": ("{'a': 1}", ":1:2", "double quotes"),
     "python True": ('{"a": True}', ":1:7", "true, in lower case"),
@@ -42,10 +42,11 @@ BROKEN = {
     "missing comma": ('{"a": 1\n "b": 2}', ":2:2", "Expected ','"),
     "missing colon": ('{"a" 1}', ":1:6", "Expected ':'"),
     "missing value": ('{"a": }', ":1:7", "value is missing"),
-    "never closed": ('{"a": [1, 2', ":1:12", "Expected ',' or ']'"),
+    "never closed": ('{"a": [1, 2\n\n', ":1:12", "the file ends before its brackets are closed"),
+    "number without a digit": ('{"a": .5}', ":1:7", "begin with a digit"),
     "text after the end": ('{"a": 1}\n{"b": 2}', ":2:1", "after the end"),
-    "newline in string": ('{"a": "x\ny"}', ":1:9", "control character"),
-    "lone word": ("hello", ":1:1", "Expecting value"),
+    "newline in string": ('{"a": "x\ny"}', ":1:9", "closing quote"),
+    "lone word": ("hello", ":1:1", "Expected a value"),
 }
 
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.errors import StateConflict
 from pipeline.runtime.processes import Processes, _meeting_place, is_lost_peer
@@ -84,3 +85,13 @@ def test_restarted_processes_do_not_find_the_addresses_of_dead_ones(
     _meeting_place(limit).set("address", "of a process that was killed")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert _meeting_place(limit).check(["address"]) == is_shared
+
+
+def test_first_of_all_processes_is_found_by_their_store() -> None:
+    """Of two processes that fail together one speaks; one that cannot ask any more speaks as well."""
+    store = dist.HashStore()
+    first, second = (Processes(rank, 2, store=store) for rank in range(2))
+    assert (first.is_first("to fail"), second.is_first("to fail")) == (True, False)
+    assert second.is_first("to miss another")
+    with patch.object(dist.HashStore, "add", side_effect=RuntimeError("gone")):
+        assert second.is_first("to fail")

@@ -10,6 +10,7 @@ from pipeline.components import LossRecord
 from pipeline.errors import StateConflict
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import FINISHED, TRAINING, Progress
+from pipeline.runtime.durable import Disk
 from pipeline.runtime.wording import shown_values
 from pipeline.tracking.blocks import latest_values, next_line
 from tests.support.running import run_inside
@@ -19,9 +20,28 @@ def test_first_lines_introduce_the_run(home: Path, capsys: pytest.CaptureFixture
     """Version, processes, data home, state, modules, rates, disk, steps and exactness are told."""
     run_inside(home, "--stop-after-epoch", "0")
     text = capsys.readouterr().out
-    expected = ("training pipeline", "processes: 1 on cpu", f"data home: {home}", "state: starts", "learning rates:")
+    expected = (
+        "training pipeline",
+        "processes: 1 on cpu",
+        f"data home: {home}",
+        "state: starts",
+        "learning rates of heads: heads 2.000e-02",
+        "dataset a: train 40, val 10 points, batches of 4",
+    )
     for words in (*expected, "module stem: 54 parameters, 0 trained", "disk:", "steps:", "resume: exact"):
         assert words in text
+
+
+def test_disk_that_may_fill_up_is_a_warning_at_the_start(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Less free space than the estimate is told with both numbers and the folder, before any training."""
+    monkeypatch.setattr(Disk, "free_bytes", lambda self, path: 3000)
+    monkeypatch.setattr(Disk, "check_room", lambda self, path, num_bytes: None)
+    run_inside(home, "--stop-after-epoch", "0")
+    said = f"WARNING - {home / 'experiment_results/tiny'} may fill its disk: about 3.6 kB are needed and 3.0 kB"
+    text = capsys.readouterr().out
+    assert text.index(said) < text.index("Epoch(val) [0]")
 
 
 def test_last_lines_tell_where_everything_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
