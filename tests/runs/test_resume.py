@@ -20,3 +20,8 @@ def test_stopping_after_each_epoch_gives_the_same_bits(tmp_path: Path) -> None:
     assert run_inside(parts, "--resume").is_finished
     results = "experiment_results/tiny/data"
     assert first_difference(whole / results, parts / results) is None
+
+
+def test_modules_may_be_used_first_in_a_later_step(home: Path) -> None:
+    """Steps of one dataset alone leave the modules of others without gradients, and momentum without a beginning."""
+    assert run_inside(home, "--set", "data_loading.step_min_items=4").is_finished
