@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiments", nargs="+", metavar="EXP", help="several are laid over each other")
     where = f"experiment_logs/EXP/report.html, or {_SEVERAL} in the current folder for several experiments"
     parser.add_argument("--out", metavar="FILE", help=f"default: {where}")
-    parser.add_argument("--data-home", metavar="DIR")
 
 
 def execute(arguments: argparse.Namespace) -> int:
