@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,15 +30,13 @@ from pipeline.progress import TRAINING, Progress
 from pipeline.results.comparison import first_difference
 from pipeline.results.situation import look
 from pipeline.runtime.durable import Disk
+from tests.support.markdown import DOCS, ROOT, commands, section, sections
 from tests.support.running import run_inside, run_process
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PYMODULE_PAGES = sorted((DOCS / "pymodules").glob("*.md"))
 PROGRAMS = {"python", "python3", "torchrun", "pip", "make", "source", "export", "echo", "sleep", "done"}
 COMMIT_OFTEN = "training.checkpoint_every_steps=2"
-WORDS_BEFORE_COMMANDS = {"until", "do", "while", "if", "then", "!"}
 BASES = {
     "datasets": components.BaseDataset,
     "data_counters": components.BaseDataCounter,
@@ -51,41 +48,6 @@ BASES = {
     "early_stopper": components.BaseEarlyStopper,
     "loss_weighter": components.BaseLossWeighter,
 }
-
-
-# ---------------------------------------------------------------------- reading pages
-
-
-class Section(NamedTuple):
-    """A heading and the lines below it, up to the next heading."""
-
-    heading: str
-    body: str
-
-    def snippets(self, language: str) -> list[str]:
-        return re.findall(rf"^```{language}\n(.*?)^```$", self.body, re.MULTILINE | re.DOTALL)
-
-    def rows(self) -> list[list[str]]:
-        """Return the cells of every table row whose first cell is code."""
-        rows = [line.strip("|").split(" | ") for line in self.body.splitlines() if line.startswith("| `")]
-        return [[cell.strip() for cell in row] for row in rows]
-
-
-def sections(page: Path) -> list[Section]:
-    """Split a page at its headings; lines inside snippets are no headings."""
-    found: list[tuple[str, list[str]]] = [("", [])]
-    is_code = False
-    for line in page.read_text().splitlines(keepends=True):
-        is_code ^= line.startswith("```")
-        if line.startswith("#") and not is_code:
-            found.append((line.lstrip("#").strip(), []))
-        else:
-            found[-1][1].append(line)
-    return [Section(heading, "".join(lines)) for heading, lines in found]
-
-
-def section(page: Path, heading: str) -> Section:
-    return next(one for one in sections(page) if one.heading == heading)
 
 
 def name_of(page: Path) -> str:
@@ -124,22 +86,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 # ---------------------------------------------------------------------- commands
-
-
-def commands(script: str) -> Iterator[list[str]]:
-    """Yield the words of every simple command of a shell script, without assignments and redirections."""
-    for line in script.splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if set(word) <= set(";&|<>"):
-                if words:
-                    yield words
-                # What follows a redirection is a file, not a command.
-                words = ["redirected"] if set(word) <= set("<>") else []
-            elif words or not (word in WORDS_BEFORE_COMMANDS or re.fullmatch(r"\w+=.*", word)):
-                words.append(word)
 
 
 def check_training_line(words: list[str]) -> None:
