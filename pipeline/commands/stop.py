@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--after", choices=("step", "epoch"), default="step", help="what to finish first (default: step)"
     )
-    parser.add_argument("--wait", action="store_true", help="return when the run has ended; one that is starting is waited for first")
+    parser.add_argument(
+        "--wait", action="store_true", help="return when the run has ended; one that is starting is waited for first"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -81,7 +81,9 @@ def follow(page: Path, home: Path) -> None:
             write(snippet, home)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == SHORT else pytest.mark.slow) for name in PAGES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == SHORT else pytest.mark.slow) for name in PAGES]
+)
 def test_recipe_works_as_written(name: str, home: Path) -> None:
     """Whoever follows a page word by word gets to its end and sees what it shows."""
     follow(RECIPES / f"{name}.md", home)
