@@ -18,7 +18,8 @@ from tests.support.running import SECONDS, environment
 
 RECIPES = DOCS / "recipes"
 SHORT = "README"
-PAGES = sorted(page.stem for page in RECIPES.glob("*.md"))
+NAMES = sorted(page.stem for page in RECIPES.glob("*.md"))
+PAGES = [pytest.param(name, marks=[] if name == SHORT else pytest.mark.slow) for name in NAMES]
 
 
 @pytest.fixture

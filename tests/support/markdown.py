@@ -70,7 +70,7 @@ def _file_of(snippet: str, before: str) -> str:
 
 def commands(script: str) -> Iterator[list[str]]:
     """Yield the words of every simple command of a shell script, without assignments and redirections."""
-    for line in script.splitlines():
+    for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         words: list[str] = []

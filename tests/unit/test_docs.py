@@ -30,12 +30,13 @@ from pipeline.progress import TRAINING, Progress
 from pipeline.results.comparison import first_difference
 from pipeline.results.situation import look
 from pipeline.runtime.durable import Disk
-from tests.support.markdown import DOCS, ROOT, commands, section, sections
+from tests.support.markdown import DOCS, ROOT, commands, section, sections, snippets
 from tests.support.running import run_inside, run_process
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PYMODULE_PAGES = sorted((DOCS / "pymodules").glob("*.md"))
 PROGRAMS = {"python", "python3", "torchrun", "pip", "make", "source", "export", "echo", "sleep", "done"}
+TOOLS = {"grep", "mkdir", "rm", "sbatch", "tensorboard"}
 COMMIT_OFTEN = "training.checkpoint_every_steps=2"
 BASES = {
     "datasets": components.BaseDataset,
@@ -78,11 +79,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
     """Nobody has to guess that a page of ours exists."""
-    index = DOCS / "pymodules/README.md"
-    linked = (ROOT / "README.md").read_text() + index.read_text()
-    ours = ["running.md", "settings.md", "results.md", "resume_and_reset.md", "pymodules/README.md"]
-    assert all(f"(docs/{name})" in linked for name in ours)
-    assert all(f"({page.name})" in linked for page in PYMODULE_PAGES if page != index)
+    readme = (ROOT / "README.md").read_text()
+    indices = sorted(DOCS.glob("*/README.md"))
+    assert indices
+    assert all(f"({name_of(page)})" in readme for page in [*DOCS.glob("*.md"), *indices])
+    for index in indices:
+        others = [page for page in index.parent.glob("*.md") if page != index]
+        assert all(f"({page.name})" in index.read_text() for page in others)
 
 
 # ---------------------------------------------------------------------- commands
@@ -96,8 +99,8 @@ def check_training_line(words: list[str]) -> None:
             assert helper.main(words[1:]) == 0
             return
     else:
-        words = words[1:]
-    assert words[0] == "training_pipeline.py"
+        words = [word for word in words[1:] if word != "-m"]
+    assert words[0] in ("training_pipeline.py", "training_pipeline")
     parse_arguments(words[1:])
 
 
@@ -106,14 +109,14 @@ def test_shell_commands_are_accepted_by_the_real_parsers(page: Path, monkeypatch
     """Every command line of a bash snippet is one that the programs understand."""
     for verb in helper._VERBS:
         monkeypatch.setattr(helper._module(verb), "execute", lambda arguments: 0)
-    for script in [script for one in sections(page) for script in one.snippets("bash")]:
-        for words in commands(script):
+    for snippet in [one for one in snippets(page) if one.language in ("bash", "sh")]:
+        for words in commands(snippet.text):
             if words[0] == "redirected":
                 continue
-            assert words[0] in PROGRAMS, f"{words[0]} is not a program we talk about"
+            assert words[0] in PROGRAMS | TOOLS, f"{words[0]} is not a program we talk about"
             if words[:3] == ["python", "-m", "pipeline"]:
                 assert helper.main(words[3:]) == 0
-            elif words[0] == "torchrun" or words[:2] == ["python", "training_pipeline.py"]:
+            elif words[0] == "torchrun" or {"training_pipeline.py", "training_pipeline"} & set(words[1:3]):
                 check_training_line(words)
 
 
