@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from pipeline.runtime.logs import stop_logging
 from pipeline.runtime.signals import STOP_SIGNALS
 from tests.support.experiments import write_experiment
+from tests.support.running import run_inside
 
 # Trackers set variables of their own, and must not talk to anyone.
 os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
@@ -24,6 +26,21 @@ def home(tmp_path: Path) -> Path:
     """A data home with the tiny experiment in it."""
     write_experiment(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def begun_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data home whose tiny experiment stands after its first epoch; tests work on copies of it."""
+    home = tmp_path_factory.mktemp("begun")
+    write_experiment(home)
+    run_inside(home, "--stop-after-epoch", "1")
+    return home
+
+
+@pytest.fixture
+def begun(begun_once: Path, tmp_path: Path) -> Path:
+    """A data home whose tiny experiment stands after its first epoch, to do anything with."""
+    return Path(shutil.copytree(begun_once, tmp_path / "home", symlinks=True))
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from pipeline.results.history import History
 from pipeline.results.situation import check_results_exist
 from pipeline.results.states import state_of
 from pipeline.results.store import peek
+from pipeline.runtime.json_values import as_json, flat
 from pipeline.runtime.terminal import table
 from pipeline.runtime.wording import shown_value
 
@@ -54,24 +55,15 @@ def _values(paths: ExperimentPaths) -> Facts:
     for register, curve in History(paths).epochs("val").items():
         facts["last epoch"] = max([*curve.epochs[-1:], facts.get("last epoch") or 0])
         facts[f"best {register}"] = best["values"].get(register)
-        last = curve.values[-1] if curve.values else None
-        facts[f"last {register}"] = last if last == last else None
+        facts[f"last {register}"] = as_json(curve.values[-1]) if curve.values else None
     return facts
 
 
 def _described(paths: ExperimentPaths) -> Facts:
     """Return every setting by its name for --set, and every pymodule by its digest."""
-    facts = dict(_flat("", read_contents(paths.results / "settings")))
+    facts = dict(flat(read_contents(paths.results / "settings")))
     digests = digest_folder(paths.results)
     return facts | {name: digest[:8] for name, digest in digests.items() if name.startswith("pymodules/")}
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else key, child)
-    else:
-        yield prefix, value
 
 
 def _differing(facts: dict[str, Facts]) -> list[str]:

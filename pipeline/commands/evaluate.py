@@ -10,10 +10,11 @@ from pathlib import Path
 
 from pipeline.arguments import has_launcher
 from pipeline.commands.evaluating import SPLITS, Request, evaluate
-from pipeline.commands.outcomes import SHARD_SUFFIXES, SUFFIXES, Outcome, as_json, lines, merge, read_shard
+from pipeline.commands.outcomes import SHARD_SUFFIXES, SUFFIXES, Outcome, lines, merge, read_shard
 from pipeline.entry import join_and_act, leave
 from pipeline.errors import UsageError
 from pipeline.paths import ExperimentPaths, data_home
+from pipeline.runtime.json_values import as_json
 from pipeline.runtime.logs import start_console
 from pipeline.runtime.output_files import check_output, write_output
 from pipeline.runtime.processes import Processes

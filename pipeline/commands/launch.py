@@ -1,4 +1,4 @@
-"""Start several experiments in the background, side by side or one after the other."""
+"""Start experiments in the background, side by side or one after the other."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,6 +16,7 @@ from pipeline.components.losses import mean
 from pipeline.errors import UnreadableFile, UsageError
 from pipeline.experiment.records import npz_writer
 from pipeline.runtime.durable import Writer, bytes_writer
+from pipeline.runtime.json_values import as_json
 from pipeline.runtime.safe_archives import columns_of
 from pipeline.stages.losses import total_losses
 from pipeline.stages.predictions import INDEX, POSITION, Columns, join_predictions
@@ -190,17 +190,6 @@ def _decoded(content: np.ndarray) -> Any:
         return json.loads(content.tobytes())
     except RecursionError as error:
         raise ValueError("what it says of itself makes no sense") from error
-
-
-def as_json(value: Any) -> Any:
-    """Return nested values in a form that JSON knows: a number that is not finite becomes null."""
-    if isinstance(value, dict):
-        return {key: as_json(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [as_json(one) for one in value]
-    if isinstance(value, complex):
-        return as_json([value.real, value.imag])
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lines(outcome: Outcome) -> Iterator[str]:

@@ -119,8 +119,9 @@ def _live_lines(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _end(ended: dict[str, Any]) -> str:
-    error = str(ended.get("error", "")).strip().splitlines()
-    why = error[-1] if error else ended.get("reason", "")
+    # The process that failed first tells why; the others only that they lost it.
+    error = ended["errors"][0]["error"].strip().splitlines() if ended["errors"] else []
+    why = error[-1] if error else ended["reason"]
     return f"{ended['outcome']}: {why}" if why else str(ended["outcome"])
 
 

@@ -1,4 +1,4 @@
-"""Prove on an experiment of your own that a killed and resumed run gives the same bits.
+"""Prove on your own experiment that a killed and resumed run gives the same bits.
 
 In a scratch folder the experiment runs a few steps without interruption, and once more with kills in between. Every
 loaded batch, loss, weight and committed file of the two is compared.

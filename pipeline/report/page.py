@@ -6,7 +6,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 import time
 from collections.abc import Sequence
 from importlib.resources import files
@@ -17,6 +16,7 @@ import pipeline
 from pipeline.paths import ExperimentPaths
 from pipeline.report.series import MOST_POINTS
 from pipeline.report.story import tell
+from pipeline.runtime.json_values import as_json
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.regular_files import replace_text
 
@@ -69,13 +69,4 @@ def _digest(text: str) -> str:
 
 def _embedded(value: Any) -> str:
     """Return JSON that cannot end the element it stands in, whatever its texts say."""
-    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    """Return a value in which whatever JSON has no word for is null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(as_json(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from pipeline.paths import ExperimentPaths
 from pipeline.report.lineage import lineage
-from pipeline.report.outcomes import FAILED, FINISHED, KILLED, RUNNING, UNKNOWN, outcomes, place
 from pipeline.report.series import MOST_POINTS, series, shortened
 from pipeline.results.history import Curve, History, Steps
 from pipeline.results.journal import EPOCH, read_journal
 from pipeline.results.lock import read_owner
+from pipeline.results.outcomes import FAILED, FINISHED, KILLED, RUNNING, UNKNOWN, outcomes, place
 from pipeline.results.situation import look
 from pipeline.results.status import read_status
 from pipeline.results.store import peek
+from pipeline.runtime.json_values import flat
 from pipeline.runtime.regular_files import read_regular
 
 _MOST_SERIES = 20
@@ -39,7 +39,7 @@ def tell(paths: ExperimentPaths, most_points: int = MOST_POINTS) -> dict[str, An
         "skipped": _skipped(steps, most_points),
         "starts": _placed(starts, _num_steps(steps)),
         "lineage": lineage(paths),
-        "settings": dict(_flat(settings)),
+        "settings": dict(flat(settings)),
         "copies": manifest.copies if manifest else {},
     }
 
@@ -153,15 +153,6 @@ def _read(paths: ExperimentPaths, name: str) -> Any:
         return json.loads(read_regular(paths.results / "settings" / f"{name}.json"))
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting by its dotted name; a list is one value."""
-    if not isinstance(value, dict):
-        yield prefix, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
 
 
 def _registers(settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 from pipeline.errors import UnreadableFile
 from pipeline.paths import ExperimentPaths
 from pipeline.results.history import History
-from pipeline.results.journal import END, read_journal
 from pipeline.results.launches import launch_facts
 from pipeline.results.lock import read_owner, seconds_since_beat
+from pipeline.results.outcomes import outcomes
 from pipeline.results.situation import look
 from pipeline.results.starts import read_starts
 from pipeline.results.states import RUNNING, UNFINISHED, state_of
 from pipeline.results.status import read_status
+from pipeline.runtime.json_values import as_json
 from pipeline.runtime.looking import num_bytes
 
 
@@ -33,18 +33,15 @@ def describe(paths: ExperimentPaths) -> dict[str, Any]:
         "launch": launch_facts(paths) or None,
         "seconds_since_sign_of_life": seconds_since_beat(paths) if is_running else None,
         "num_starts": len(read_starts(paths)) if situation.exists else 0,
-        "ended": _last_end(paths) if state == UNFINISHED else None,
+        "ended": _ended(outcomes(paths)) if state == UNFINISHED else None,
         "history": _curves(paths) if situation.exists else {},
         "disk": {"used": num_bytes(paths.results), "free": _free(paths.results)},
     }
 
 
-def _last_end(paths: ExperimentPaths) -> dict[str, Any]:
-    """Return how the latest start ended; one that left no word was killed."""
-    ends = [event for event in read_journal(paths.journal_file) if event["kind"] == END]
-    latest = [event for event in ends if event.get("start") == len(read_starts(paths))]
-    # The process that failed tells why; the others only that they lost it.
-    return latest[0] if latest else {"outcome": "killed"}
+def _ended(starts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return how the latest start ended: outcome, reason, and what went wrong on which rank."""
+    return {key: starts[-1][key] for key in ("outcome", "reason", "errors")} if starts else None
 
 
 def _curves(paths: ExperimentPaths) -> dict[str, list[float | None]]:
@@ -53,7 +50,7 @@ def _curves(paths: ExperimentPaths) -> dict[str, list[float | None]]:
         found = History(paths).epochs("val")
     except (OSError, UnreadableFile):
         return {}
-    return {name: [value if math.isfinite(value) else None for value in curve.values] for name, curve in found.items()}
+    return {name: as_json(curve.values) for name, curve in found.items()}
 
 
 def _free(folder: Path) -> int:

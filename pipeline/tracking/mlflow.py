@@ -8,13 +8,13 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
 from pipeline.experiment.settings import MlflowSettings
+from pipeline.runtime.json_values import flat
 
 RUN_TAG = "training_pipeline.run_id"
 DATABASE = "mlflow.db"
@@ -65,8 +65,10 @@ class Mlflow(BaseTracker):
     def _log_settings(self, run_id: str, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = islice(_flat(settings), _MOST_PARAMETERS)
-        self._client.log_batch(run_id, params=[Param(_name(key), value[:_LONGEST_PARAMETER]) for key, value in flat])
+        found = islice(flat(settings), _MOST_PARAMETERS)
+        self._client.log_batch(
+            run_id, params=[Param(_name(key), str(value)[:_LONGEST_PARAMETER]) for key, value in found]
+        )
 
     def publish(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
@@ -100,15 +102,6 @@ def _database(folder: Path) -> str:
         MlflowClient(f"sqlite:///{staging}").search_experiments()
         staging.replace(folder / DATABASE)
     return f"sqlite:///{folder / DATABASE}"
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every setting with the path that leads to it."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, str(value)
 
 
 def _name(tag: str) -> str:

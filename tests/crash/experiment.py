@@ -121,7 +121,11 @@ def is_finished(home: Path) -> bool:
 
 def is_writing(home: Path) -> bool:
     """Tell whether a commit is being written, or was when the run died."""
-    return any((home / RESULTS / "temp_data").glob("claim_*/generation_*"))
+    try:
+        return any((home / RESULTS / "temp_data").glob("claim_*/generation_*"))
+    except FileNotFoundError:
+        # The claim has gone between two looks at it.
+        return False
 
 
 def log_text(home: Path) -> str:

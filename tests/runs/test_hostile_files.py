@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,21 +61,6 @@ def harm(request: pytest.FixtureRequest) -> Harm:
     return found
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data home whose experiment stands after its first epoch; tests work on copies."""
-    home = tmp_path_factory.mktemp("begun")
-    write_experiment(home)
-    run_inside(home, "--stop-after-epoch", "1")
-    return home
-
-
-@pytest.fixture
-def copied(begun: Path, tmp_path: Path) -> Path:
-    """A copy of that data home."""
-    return Path(shutil.copytree(begun, tmp_path / "home"))
-
-
 def replace_committed(home: Path, name: str, harm: Harm) -> None:
     """Put a hostile file in place of a committed one and make every digest agree with it."""
     generations = home / RESULTS / "generations"
@@ -125,10 +109,10 @@ COMMITTED = [
 
 
 @pytest.mark.parametrize("name", COMMITTED)
-def test_committed_file_that_means_harm_is_refused(copied: Path, name: str, harm: Harm) -> None:
+def test_committed_file_that_means_harm_is_refused(begun: Path, name: str, harm: Harm) -> None:
     """Even with the right digest a committed file is read as a stranger's: refused by name, with a remedy."""
-    replace_committed(copied, name, harm)
-    check_refused(copied, str(copied / RESULTS / "data" / name))
+    replace_committed(begun, name, harm)
+    check_refused(begun, str(begun / RESULTS / "data" / name))
 
 
 def test_steps_of_a_running_epoch_that_mean_harm_are_refused(home: Path, harm: Harm) -> None:
@@ -147,29 +131,29 @@ def test_steps_of_a_running_epoch_that_mean_harm_are_refused(home: Path, harm: H
 
 
 @pytest.mark.parametrize("name", ["optim_ckps/trunk.pt", "loss_reg_data/train/loss_a/step_data_1.npz"])
-def test_refused_resume_is_one_message_and_no_trace(copied: Path, name: str) -> None:
+def test_refused_resume_is_one_message_and_no_trace(begun: Path, name: str) -> None:
     """On the terminal a hostile file is one readable message and exit code 1, without a stack trace."""
-    replace_committed(copied, name, malicious)
-    done = run_process(copied, "--resume")
+    replace_committed(begun, name, malicious)
+    done = run_process(begun, "--resume")
     assert done.returncode == 1
     assert done.stderr.count(name) == 1
     assert "Traceback" not in done.stdout + done.stderr
-    assert not (copied / "canary").exists()
+    assert not (begun / "canary").exists()
 
 
-def test_refused_resume_under_torchrun_is_told_once(copied: Path) -> None:
+def test_refused_resume_under_torchrun_is_told_once(begun: Path) -> None:
     """All processes read the file; one speaks."""
-    replace_committed(copied, "module_ckps/last/trunk.pt", malicious)
-    done = run_process(copied, "--resume", nproc=2)
+    replace_committed(begun, "module_ckps/last/trunk.pt", malicious)
+    done = run_process(begun, "--resume", nproc=2)
     assert done.returncode == 1
     assert done.stderr.count("must be a file of tensors") == 1
-    assert not (copied / "canary").exists()
+    assert not (begun / "canary").exists()
 
 
-def test_columns_that_are_not_those_recorded_are_told(copied: Path) -> None:
+def test_columns_that_are_not_those_recorded_are_told(begun: Path) -> None:
     """A record file that is safe to read but lacks a column is damage, not a crash."""
-    replace_committed(copied, "lr_data/heads/step_data_1.npz", lambda path, canary: np.savez(path, steps=np.ones(2)))
-    check_refused(copied, "'grad_norms' is missing")
+    replace_committed(begun, "lr_data/heads/step_data_1.npz", lambda path, canary: np.savez(path, steps=np.ones(2)))
+    check_refused(begun, "'grad_norms' is missing")
 
 
 def module_from(source: dict[str, Any]) -> dict[str, str | None]:
@@ -196,14 +180,14 @@ def test_weight_file_that_means_harm_is_refused(tmp_path: Path, harm: Harm) -> N
     check_start_refused(tmp_path, "tiny", path)
 
 
-def test_pool_of_another_experiment_that_means_harm_is_refused(copied: Path, harm: Harm) -> None:
+def test_pool_of_another_experiment_that_means_harm_is_refused(begun: Path, harm: Harm) -> None:
     """The same holds for weights in another experiment's pool."""
     source = {"exp_name": "tiny", "ckp_pool_name": "best", "module_name": "head_b"}
-    write_experiment(copied, "second", files=module_from({"load_weights_from_exp": source}))
-    path = copied / RESULTS / "data/module_ckps/best/head_b.pt"
+    write_experiment(begun, "second", files=module_from({"load_weights_from_exp": source}))
+    path = begun / RESULTS / "data/module_ckps/best/head_b.pt"
     path.unlink()
-    harm(path, copied / "canary")
-    check_start_refused(copied, "second", path)
+    harm(path, begun / "canary")
+    check_start_refused(begun, "second", path)
 
 
 def test_refused_weight_file_is_one_message_and_no_trace(tmp_path: Path) -> None:

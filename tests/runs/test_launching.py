@@ -115,7 +115,7 @@ def test_experiments_side_by_side_do_not_disturb_each_other(home: Path) -> None:
     wait_until_over(*everyone)
     assert [state_of(paths) for paths in everyone] == ["finished", "finished", "unfinished"]
     assert describe(everyone[2])["ended"]["outcome"] == "failed"
-    assert "no such column" in describe(everyone[2])["ended"]["error"]
+    assert "no such column" in describe(everyone[2])["ended"]["errors"][0]["error"]
     assert first_difference(everyone[0].data, everyone[1].data) is None
 
 

@@ -30,20 +30,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / RESULTS / "data"
 
 
-@pytest.fixture(scope="module")
-def _begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("begun")
-    write_experiment(home)
-    run_inside(home, "--stop-after-epoch", "1")
-    return home
-
-
-@pytest.fixture
-def begun(_begun: Path, tmp_path: Path) -> Path:
-    """The same experiment after its first epoch."""
-    return Path(shutil.copytree(_begun, tmp_path / "home"))
-
-
 def pipe(path: Path) -> None:
     os.mkfifo(path)
 

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.arguments import parse_arguments
 from pipeline.paths import ExperimentPaths
 from pipeline.results.comparison import first_difference, read_any
 from pipeline.results.store import is_settled
+from pipeline.run import run
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.png import size_of
+from pipeline.runtime.processes import Processes
 from pipeline.tracking.mlflow import DATABASE, _database
 from tests.crash.campaign import survive_kills
 from tests.crash.experiment import EVERY_STEPS, NUM_EPOCHS, SEED
@@ -226,3 +229,11 @@ def test_killed_runs_leave_no_point_twice_and_none_out(nproc: int, tmp_path: Pat
     assert not any(life.processes_left for life in lives)
     assert run_process(tmp_path, "--auto").returncode == 0
     check_mirrors(tmp_path, num_epochs=NUM_EPOCHS, num_pictures=4)
+
+
+def test_run_under_observation_publishes_nothing(tmp_path: Path) -> None:
+    """What verify-resume and replay run on a copy is no run of the experiment."""
+    write_experiment(tmp_path, files={"pymodules/trackers/lines.py": OWN_TRACKER})
+    words = ["tiny", "--data-home", str(tmp_path), "--stop-after-epoch", "0"]
+    run(parse_arguments(words), Processes(), watch=lambda machinery: None)
+    assert not (tmp_path / "experiment_logs/tiny/trackers").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,24 +9,14 @@ import pytest
 from pipeline.__main__ import main
 from pipeline.paths import ExperimentPaths
 from pipeline.results.lock import RunLock
-from tests.support.experiments import tree, write_experiment
+from tests.support.experiments import tree
 from tests.support.running import run_inside
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An experiment that stands after its first epoch."""
-    home = tmp_path_factory.mktemp("begun")
-    write_experiment(home)
-    run_inside(home, "--stop-after-epoch", "1")
-    return home
-
-
 @pytest.fixture
-def paths(begun: Path, tmp_path: Path) -> ExperimentPaths:
-    """A copy of it that may be damaged; hard links are kept."""
-    shutil.copytree(begun, tmp_path / "home", copy_function=shutil.copy2)
-    return ExperimentPaths(tmp_path / "home", "tiny")
+def paths(begun: Path) -> ExperimentPaths:
+    """An experiment that may be damaged."""
+    return ExperimentPaths(begun, "tiny")
 
 
 def fsck(paths: ExperimentPaths) -> int:

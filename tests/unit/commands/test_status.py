@@ -48,10 +48,9 @@ def test_status_leaves_everything_alone(home: Path) -> None:
 
 
 @pytest.fixture
-def paths(home: Path) -> ExperimentPaths:
+def paths(begun: Path) -> ExperimentPaths:
     """The tiny experiment, stopped after one epoch."""
-    run_inside(home, "--stop-after-epoch", "1")
-    return ExperimentPaths(home, "tiny")
+    return ExperimentPaths(begun, "tiny")
 
 
 def test_status_shows_the_course_of_every_register(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +120,7 @@ def test_damaged_files_do_not_keep_status_from_answering(
     paths.journal_file.write_text("}{\n[]\n")
     next(paths.generations.rglob("val/*/epoch_data.npz")).write_bytes(b"no archive")
     assert call(paths.home, "status", "tiny") == 0
-    assert "killed" in capsys.readouterr().out
+    assert "ended      unknown" in capsys.readouterr().out
 
 
 def test_unknown_experiment_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

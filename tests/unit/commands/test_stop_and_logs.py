@@ -14,15 +14,13 @@ from pipeline.results.launches import record_launch
 from pipeline.results.lock import RunLock
 from pipeline.results.states import RUNNING, STARTING, UNFINISHED
 from tests.support.experiments import tree
-from tests.support.running import run_inside
 from tests.support.verbs import call, held
 
 
 @pytest.fixture
-def paths(home: Path) -> ExperimentPaths:
-    """The tiny experiment, stopped before its first step."""
-    run_inside(home, "--stop-after-epoch", "0")
-    return ExperimentPaths(home, "tiny")
+def paths(begun: Path) -> ExperimentPaths:
+    """The tiny experiment, stopped after one epoch."""
+    return ExperimentPaths(begun, "tiny")
 
 
 @pytest.mark.parametrize("unit", ["step", "epoch"])

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.results.journal import END, START, read_journal
-from pipeline.results.lock import is_held
+from pipeline.results.lock import shows_life
 from pipeline.results.starts import differences, read_starts
 
 FINISHED, STOPPED, FAILED, KILLED, RUNNING, UNKNOWN = "finished", "stopped", "failed", "killed", "running", "unknown"
@@ -22,7 +22,7 @@ def outcomes(paths: ExperimentPaths) -> list[dict[str, Any]]:
     found = []
     for number, start in enumerate(starts, 1):
         own = [event for event in events if event.get("start") == number]
-        is_live = number == len(starts) and not _ends(own) and is_held(paths)
+        is_live = number == len(starts) and not _ends(own) and shows_life(paths)
         before = starts[number - 2] if number > 1 else {}
         found.append({"number": number, **_told(start, before), **_outcome(own, is_live), **_times(start, own)})
     return found

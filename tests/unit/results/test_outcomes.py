@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.paths import ExperimentPaths
-from pipeline.report.outcomes import outcomes
 from pipeline.results.lock import RunLock
+from pipeline.results.outcomes import outcomes
 
 FROM = {"stage": "training", "epoch": 2, "step": 3}
 
