@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.markdown import DOCS, ROOT, Snippet, snippets
-from tests.support.running import SECONDS, environment
+from tests.support.running import environment
 
 RECIPES = DOCS / "recipes"
 SHORT = "README"
@@ -44,7 +44,7 @@ def run_script(script: str, home: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=SECONDS,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, f"{script}\nended with {done.returncode}:\n{done.stdout}"
