@@ -166,10 +166,13 @@ def all_experiments(home: Path, folder: str, marker: str) -> list[str]:
     top = home / folder
     found = []
     for path, folders, files in os.walk(top):
-        folders[:] = sorted(name for name in folders if _SEGMENT.fullmatch(name))
+        name = Path(path).relative_to(top).as_posix()
         if marker in files or marker in folders:
             folders.clear()
-            found.append(Path(path).relative_to(top).as_posix())
+            found.append(name)
+        # What an experiment that is just being opened keeps may have files of the marker's name too.
+        kept = RESERVED if name != "." else frozenset()
+        folders[:] = sorted(one for one in folders if _SEGMENT.fullmatch(one) and one not in kept)
     return sorted(name for name in found if name != ".")
 
 

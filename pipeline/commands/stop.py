@@ -22,13 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--after", choices=("step", "epoch"), default="step", help="what to finish first (default: step)"
     )
-    parser.add_argument("--wait", action="store_true", help="return when the run has ended")
+    parser.add_argument(
+        "--wait", action="store_true", help="return when the run has ended; one that is starting is waited for first"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     everything = [ExperimentPaths(data_home(arguments.data_home), name) for name in arguments.experiments]
     for paths in everything:
         check_known(paths)
+        if arguments.wait:
+            _wait_for_start(paths)
         _check_running(paths)
     for paths in everything:
         _ask(paths, arguments.after)
@@ -39,6 +43,16 @@ def execute(arguments: argparse.Namespace) -> int:
         print(f"{paths.name}: {state_of(paths)}")
         print(f"  to continue: {command_line(paths.name, paths.home, '--auto')}")
     return 0
+
+
+def _wait_for_start(paths: ExperimentPaths) -> None:
+    was_starting = False
+    while state_of(paths) == STARTING:
+        was_starting = True
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    if was_starting:
+        # A run that has just come alive throws old requests away; ours must come after that.
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def _check_running(paths: ExperimentPaths) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.paths import ExperimentPaths
 from pipeline.results.lock import process_mark, read_json
+from pipeline.results.starts import read_starts
 
 
 def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) -> None:
@@ -18,12 +19,23 @@ def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) ->
         "pid": pid,
         "mark": process_mark(pid),
         "after": after,
+        "last_start": _last_start(paths),
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
     }
     staging = paths.launch_file.with_name(f".{paths.launch_file.name}.new")
     staging.write_text(json.dumps(facts) + "\n")
     os.replace(staging, paths.launch_file)
+
+
+def has_opened(paths: ExperimentPaths, launch: dict[str, Any]) -> bool:
+    """Tell whether a launch has come to its run, so that its process has no more to do than to leave."""
+    return _last_start(paths) not in (None, launch.get("last_start"))
+
+
+def _last_start(paths: ExperimentPaths) -> dict[str, Any] | None:
+    starts = read_starts(paths)
+    return starts[-1] if starts else None
 
 
 def launch_facts(paths: ExperimentPaths) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.paths import ExperimentPaths
-from pipeline.results.launches import launch_facts
+from pipeline.results.launches import has_opened, launch_facts
 from pipeline.results.lock import shows_life
 from pipeline.results.situation import look
 
@@ -19,7 +19,7 @@ def state_of(paths: ExperimentPaths) -> str:
         return FINISHED
     if shows_life(paths):
         return RUNNING
-    if launch := launch_facts(paths):
+    if (launch := launch_facts(paths)) and not has_opened(paths, launch):
         return WAITING if launch.get("after") and not _is_finished(paths, launch["after"]) else STARTING
     return UNFINISHED if situation.exists else NEW
 

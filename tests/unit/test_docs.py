@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,15 +30,14 @@ from pipeline.progress import TRAINING, Progress
 from pipeline.results.comparison import first_difference
 from pipeline.results.situation import look
 from pipeline.runtime.durable import Disk
+from tests.support.markdown import DOCS, ROOT, commands, section, sections, snippets
 from tests.support.running import run_inside, run_process
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PYMODULE_PAGES = sorted((DOCS / "pymodules").glob("*.md"))
 PROGRAMS = {"python", "python3", "torchrun", "pip", "make", "source", "export", "echo", "sleep", "done"}
+TOOLS = {"grep", "mkdir", "rm", "sbatch", "tensorboard"}
 COMMIT_OFTEN = "training.checkpoint_every_steps=2"
-WORDS_BEFORE_COMMANDS = {"until", "do", "while", "if", "then", "!"}
 BASES = {
     "datasets": components.BaseDataset,
     "data_counters": components.BaseDataCounter,
@@ -51,41 +49,6 @@ BASES = {
     "early_stopper": components.BaseEarlyStopper,
     "loss_weighter": components.BaseLossWeighter,
 }
-
-
-# ---------------------------------------------------------------------- reading pages
-
-
-class Section(NamedTuple):
-    """A heading and the lines below it, up to the next heading."""
-
-    heading: str
-    body: str
-
-    def snippets(self, language: str) -> list[str]:
-        return re.findall(rf"^```{language}\n(.*?)^```$", self.body, re.MULTILINE | re.DOTALL)
-
-    def rows(self) -> list[list[str]]:
-        """Return the cells of every table row whose first cell is code."""
-        rows = [line.strip("|").split(" | ") for line in self.body.splitlines() if line.startswith("| `")]
-        return [[cell.strip() for cell in row] for row in rows]
-
-
-def sections(page: Path) -> list[Section]:
-    """Split a page at its headings; lines inside snippets are no headings."""
-    found: list[tuple[str, list[str]]] = [("", [])]
-    is_code = False
-    for line in page.read_text().splitlines(keepends=True):
-        is_code ^= line.startswith("```")
-        if line.startswith("#") and not is_code:
-            found.append((line.lstrip("#").strip(), []))
-        else:
-            found[-1][1].append(line)
-    return [Section(heading, "".join(lines)) for heading, lines in found]
-
-
-def section(page: Path, heading: str) -> Section:
-    return next(one for one in sections(page) if one.heading == heading)
 
 
 def name_of(page: Path) -> str:
@@ -116,30 +79,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
     """Nobody has to guess that a page of ours exists."""
-    index = DOCS / "pymodules/README.md"
-    linked = (ROOT / "README.md").read_text() + index.read_text()
-    ours = ["running.md", "settings.md", "results.md", "resume_and_reset.md", "pymodules/README.md"]
-    assert all(f"(docs/{name})" in linked for name in ours)
-    assert all(f"({page.name})" in linked for page in PYMODULE_PAGES if page != index)
+    readme = (ROOT / "README.md").read_text()
+    indices = sorted(DOCS.glob("*/README.md"))
+    assert indices
+    assert all(f"({name_of(page)})" in readme for page in [*DOCS.glob("*.md"), *indices])
+    for index in indices:
+        others = [page for page in index.parent.glob("*.md") if page != index]
+        assert all(f"({page.name})" in index.read_text() for page in others)
 
 
 # ---------------------------------------------------------------------- commands
-
-
-def commands(script: str) -> Iterator[list[str]]:
-    """Yield the words of every simple command of a shell script, without assignments and redirections."""
-    for line in script.splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if set(word) <= set(";&|<>"):
-                if words:
-                    yield words
-                # What follows a redirection is a file, not a command.
-                words = ["redirected"] if set(word) <= set("<>") else []
-            elif words or not (word in WORDS_BEFORE_COMMANDS or re.fullmatch(r"\w+=.*", word)):
-                words.append(word)
 
 
 def check_training_line(words: list[str]) -> None:
@@ -150,8 +99,8 @@ def check_training_line(words: list[str]) -> None:
             assert helper.main(words[1:]) == 0
             return
     else:
-        words = words[1:]
-    assert words[0] == "training_pipeline.py"
+        words = [word for word in words[1:] if word != "-m"]
+    assert words[0] in ("training_pipeline.py", "training_pipeline")
     parse_arguments(words[1:])
 
 
@@ -160,14 +109,14 @@ def test_shell_commands_are_accepted_by_the_real_parsers(page: Path, monkeypatch
     """Every command line of a bash snippet is one that the programs understand."""
     for verb in helper._VERBS:
         monkeypatch.setattr(helper._module(verb), "execute", lambda arguments: 0)
-    for script in [script for one in sections(page) for script in one.snippets("bash")]:
-        for words in commands(script):
+    for snippet in [one for one in snippets(page) if one.language in ("bash", "sh")]:
+        for words in commands(snippet.text):
             if words[0] == "redirected":
                 continue
-            assert words[0] in PROGRAMS, f"{words[0]} is not a program we talk about"
+            assert words[0] in PROGRAMS | TOOLS, f"{words[0]} is not a program we talk about"
             if words[:3] == ["python", "-m", "pipeline"]:
                 assert helper.main(words[3:]) == 0
-            elif words[0] == "torchrun" or words[:2] == ["python", "training_pipeline.py"]:
+            elif words[0] == "torchrun" or {"training_pipeline.py", "training_pipeline"} & set(words[1:3]):
                 check_training_line(words)
 
 

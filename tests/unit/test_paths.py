@@ -155,6 +155,14 @@ def test_results_are_listed_by_their_state_file(tmp_path: Path) -> None:
     assert results_names(tmp_path) == ["done"]
 
 
+def test_results_that_are_just_being_opened_are_not_listed(tmp_path: Path) -> None:
+    """Before its first commit an experiment has no state file, but components may have saved files of that name."""
+    folder = tmp_path / "experiment_results" / "group/opening/generations/1/data_counter_data/labels"
+    folder.mkdir(parents=True)
+    (folder / "state.json").touch()
+    assert results_names(tmp_path) == []
+
+
 def test_missing_data_home_has_no_experiments(tmp_path: Path) -> None:
     """Listing an empty place is not an error."""
     assert settings_names(tmp_path / "nowhere") == []

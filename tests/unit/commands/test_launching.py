@@ -10,6 +10,7 @@ import pytest
 from pipeline.arguments import parse_arguments
 from pipeline.paths import ExperimentPaths
 from pipeline.results.launches import record_launch
+from pipeline.results.states import state_of
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import run_inside
 from tests.support.verbs import call
@@ -133,3 +134,15 @@ def test_experiment_is_launched_once(several: Path, capsys: pytest.CaptureFixtur
     record_launch(paths, 1)
     assert call(several, "launch", "tiny") == 3
     assert "'tiny' is starting already" in capsys.readouterr().err
+
+
+def test_launch_whose_run_has_ended_is_not_starting(several: Path) -> None:
+    """While torchrun is still leaving, an experiment that stopped is unfinished, and a new launch of it starts."""
+    paths = ExperimentPaths(several, "tiny")
+    paths.error_files.mkdir(parents=True)
+    record_launch(paths, 1)
+    assert state_of(paths) == "starting"
+    run_inside(several, "--stop-after-epoch", "0")
+    assert state_of(paths) == "unfinished"
+    record_launch(paths, 1)
+    assert state_of(paths) == "starting"

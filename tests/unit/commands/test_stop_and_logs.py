@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.commands import stop
 from pipeline.paths import ExperimentPaths
 from pipeline.results.launches import record_launch
 from pipeline.results.lock import RunLock
+from pipeline.results.states import RUNNING, STARTING, UNFINISHED
 from tests.support.experiments import tree
 from tests.support.verbs import call, held
 
@@ -57,6 +59,18 @@ def test_run_that_is_only_starting_cannot_be_asked(home: Path, capsys: pytest.Ca
     record_launch(paths, 1)
     assert call(home, "stop", "tiny") == 3
     assert "kill -- -1" in capsys.readouterr().err
+
+
+def test_run_that_is_only_starting_is_waited_for(
+    paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --wait a run that was launched a moment ago is asked as soon as it is alive."""
+    states = iter([STARTING, STARTING, RUNNING, RUNNING, UNFINISHED, UNFINISHED])
+    monkeypatch.setattr(stop, "state_of", lambda asked: next(states))
+    monkeypatch.setattr(stop, "_SECONDS_BETWEEN_LOOKS", 0)
+    assert call(paths.home, "stop", "tiny", "--wait") == 0
+    assert paths.stop_file.read_text() == "step\n"
+    assert "tiny: unfinished" in capsys.readouterr().out
 
 
 def test_logs_shows_the_last_lines(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
