@@ -22,10 +22,10 @@ from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk,
 POWER_CUTS = ["data", "zeros", "names", "creations"]
 REFUSALS = [
     (errno.ENOSPC, True),
-    (errno.EIO, False),
     *(
         pytest.param(code, for_ever, marks=pytest.mark.slow)
         for code, for_ever in [
+            (errno.EIO, False),
             (errno.ENOSPC, False),
             (errno.EDQUOT, True),
             (errno.EIO, True),
@@ -97,7 +97,9 @@ def cut_everywhere(
     return total * len(kinds)
 
 
-@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after", "torn"])
+@pytest.mark.parametrize(
+    "moment", [*(pytest.param(word, marks=pytest.mark.slow) for word in ("before", "after")), "torn"]
+)
 def test_kill_at_every_operation_loses_nothing(tmp_path: Path, moment: str) -> None:
     """Killed before, after or in the middle of any operation, the next run ends like an undisturbed one."""
     print(f"{kill_everywhere(tmp_path, moment)} kills {moment} an operation survived")
@@ -186,9 +188,9 @@ def survive_at_least(paths: ExperimentPaths, promised: int) -> None:
 
 def test_second_kill_during_recovery_loses_nothing(tmp_path: Path) -> None:
     """Killed again at each operation of the recovery, and once more, it still ends like an undisturbed life."""
-    cases = double_faults(tmp_path, stride=61)
+    cases = double_faults(tmp_path, stride=149)
     print(f"{cases} double faults survived")
-    assert cases > 100
+    assert cases > 40
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ ENDLESS = """
 """
 
 
+@pytest.mark.slow
 def test_stage_two_starts_when_stage_one_has_finished(home: Path) -> None:
     """Two stages follow one another without anyone waiting, and give what each gives alone."""
     first, second = ExperimentPaths(home, "tiny"), ExperimentPaths(home, "second")
