@@ -17,9 +17,7 @@ from tests.support.markdown import DOCS, ROOT, Snippet, snippets
 from tests.support.running import environment
 
 RECIPES = DOCS / "recipes"
-SHORT = "README"
 NAMES = sorted(page.stem for page in RECIPES.glob("*.md"))
-PAGES = [pytest.param(name, marks=[] if name == SHORT else pytest.mark.slow) for name in NAMES]
 
 
 @pytest.fixture
@@ -83,7 +81,8 @@ def follow(page: Path, home: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_recipe_works_as_written(name: str, home: Path) -> None:
     """Whoever follows a page word by word gets to its end and sees what it shows."""
     follow(RECIPES / f"{name}.md", home)
