@@ -95,7 +95,7 @@ def test_flawed_store_is_caught_by_kills(tmp_path: Path, flaw: type[ResultsStore
         kill_everywhere(tmp_path, "torn", flaw)
 
 
-@pytest.mark.parametrize("flaw", [SyncsNoContent, SyncsNoNames])
+@pytest.mark.parametrize("flaw", [SyncsNoContent, pytest.param(SyncsNoNames, marks=pytest.mark.slow)])
 def test_missing_sync_is_caught_by_power_cuts(tmp_path: Path, flaw: type[PowerCutDisk]) -> None:
     """A disk that does not sync content, or does not sync names, is found out."""
     with pytest.raises((AssertionError, PipelineError)):

@@ -40,6 +40,7 @@ def check_end(victim: Victim, undisturbed: Undisturbed) -> None:
     check_same(undisturbed(victim.nproc), victim.home)
 
 
+@pytest.mark.slow
 def test_accidents_one_after_another_change_nothing(victim: Victim, undisturbed: Undisturbed) -> None:
     """Rank 0 killed in a commit, torchrun killed, one rank asked to stop: three lives that lead to the same bits."""
     kill_rank(victim, "commit", rank=0)
