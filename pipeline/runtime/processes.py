@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from pipeline.paths import number_variable
 
 Result = TypeVar("Result")
 _CPU = torch.device("cpu")
-_PATIENCE = timedelta(seconds=5)
+_SECONDS_OF_PATIENCE = 5.0
 TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 
@@ -76,13 +78,13 @@ class Processes:
 
     def is_first(self, what: str) -> bool:
         """Tell whether this is the first process of all to say so; one that cannot ask must take itself for it."""
-        if self.store is None:
-            return True
-        try:
-            self.store.set_timeout(_PATIENCE)
-            return self.store.add(f"first_{what}", 1) == 1
-        except RuntimeError:
-            return True
+        answers: list[int] = []
+        if self.store is not None:
+            # A store on a machine that cannot be reached any more never answers, whatever its timeout is.
+            asking = Thread(target=_ask, args=(self.store, f"first_{what}", answers), daemon=True)
+            asking.start()
+            asking.join(_SECONDS_OF_PATIENCE)
+        return not answers or answers[0] == 1
 
     def barrier(self) -> None:
         self.gather(None)
@@ -144,6 +146,11 @@ class Processes:
 
 def _num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _ask(store: Store, key: str, answers: list[int]) -> None:
+    with contextlib.suppress(RuntimeError):
+        answers.append(store.add(key, 1))
 
 
 def _meeting_place(timeout: timedelta) -> Store:

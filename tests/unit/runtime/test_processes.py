@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import StateConflict
+from pipeline.runtime import processes
 from pipeline.runtime.processes import Processes, _meeting_place, is_lost_peer
 
 
@@ -87,11 +89,14 @@ def test_restarted_processes_do_not_find_the_addresses_of_dead_ones(
     assert _meeting_place(limit).check(["address"]) == is_shared
 
 
-def test_first_of_all_processes_is_found_by_their_store() -> None:
+def test_first_of_all_processes_is_found_by_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes that fail together one speaks; one that cannot ask any more speaks as well."""
     store = dist.HashStore()
     first, second = (Processes(rank, 2, store=store) for rank in range(2))
     assert (first.is_first("to fail"), second.is_first("to fail")) == (True, False)
     assert second.is_first("to miss another")
     with patch.object(dist.HashStore, "add", side_effect=RuntimeError("gone")):
+        assert second.is_first("to fail")
+    monkeypatch.setattr(processes, "_SECONDS_OF_PATIENCE", 0.1)
+    with patch.object(dist.HashStore, "add", side_effect=lambda *words: time.sleep(10)):
         assert second.is_first("to fail")
