@@ -4,6 +4,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 # Tests wait for disks and processes more than for the CPU, so that two at a time take little more than one.
 WORKERS ?= -n 2 --dist worksteal
+# The long ones wait even more.
+LONG_WORKERS ?= -n 4 --dist worksteal
 
 .PHONY: demo test test-all check bench pictures clean
 
@@ -20,7 +22,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest $(WORKERS) --durations=15
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest $(WORKERS) -m slow --durations=20
+	$(BIN)/python -m pytest $(LONG_WORKERS) -m slow --durations=20
 
 check: .venv/installed
 	$(BIN)/ruff check .
