@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -69,6 +70,10 @@ def take_over_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride
         def take_over(paths: ExperimentPaths = paths, first: Life = first) -> None:
             for held in first.held:
                 held._has_ended.set()
+            # A stopped process shows no sign of life, not even one that it had begun.
+            for thread in threading.enumerate():
+                if thread.name == "signs of life":
+                    thread.join(1)
             with monkeypatch.context() as patch:
                 patch.setattr(locks.socket, "gethostname", lambda: "elsewhere")
                 if paths.results.is_dir():
