@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests wait for disks and processes more than for the CPU, so that two at a time take little more than one.
 WORKERS ?= -n 2 --dist worksteal
 # The long ones wait even more.
-LONG_WORKERS ?= -n 4 --dist worksteal
+LONG_WORKERS ?= -n 3 --dist worksteal
 
 .PHONY: demo test test-all check bench pictures clean
 
