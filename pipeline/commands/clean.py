@@ -66,11 +66,10 @@ class _Found:
 
 
 def _find(paths: ExperimentPaths, kept: set[str]) -> _Found:
-    manifest = peek(paths)
-    found = _Found()
-    for what, files in _removable(paths, manifest, kept).items() if manifest else ():
+    manifest, found = peek(paths) or Manifest(), _Found()
+    for what, files in _removable(paths, manifest, kept).items():
         found.files |= files
-        found.sizes[what] = _freed(paths, manifest, found.files) - sum(found.sizes.values()) if manifest else 0
+        found.sizes[what] = _freed(manifest, found.files) - sum(found.sizes.values())
     if _LOGS not in kept and paths.torchrun_logs.is_dir():
         found.folders.append(paths.torchrun_logs)
         found.sizes["output kept by torchrun"] = num_bytes(paths.torchrun_logs)
@@ -87,7 +86,7 @@ def _removable(paths: ExperimentPaths, manifest: Manifest, kept: set[str]) -> di
     return found
 
 
-def _freed(paths: ExperimentPaths, manifest: Manifest, removed: set[str]) -> int:
+def _freed(manifest: Manifest, removed: set[str]) -> int:
     """Return the bytes that only the removed names have."""
     kept = {entry.object for path, entry in manifest.files.items() if path not in removed}
     gone = {manifest.files[path].object: manifest.files[path].digest.size for path in removed}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 from pipeline.arguments import command_line
@@ -12,6 +11,7 @@ from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.launches import launch_facts
 from pipeline.results.situation import check_known
 from pipeline.results.states import RUNNING, STARTING, WAITING, state_of
+from pipeline.runtime.regular_files import replace_text
 
 EXAMPLE = "example:\n  python -m pipeline stop digits --after epoch --wait"
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -35,7 +35,8 @@ def execute(arguments: argparse.Namespace) -> int:
             _wait_for_start(paths)
         _check_running(paths)
     for paths in everything:
-        _ask(paths, arguments.after)
+        # Whole at once: the run may look at any moment.
+        replace_text(paths.stop_file, f"{arguments.after}\n")
         print(f"{paths.name}: asked to stop after the current {arguments.after}; it will be resumable")
     while arguments.wait and any(state_of(paths) == RUNNING for paths in everything):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -64,11 +65,3 @@ def _check_running(paths: ExperimentPaths) -> None:
         )
     if state != RUNNING:
         raise StateConflict(f"No run of {paths.name!r} is alive: it is {state}.")
-
-
-def _ask(paths: ExperimentPaths, after: str) -> None:
-    """Put the request in place whole: the run may look at any moment."""
-    staging = paths.stop_file.with_name(f".{paths.stop_file.name}.new")
-    staging.unlink(missing_ok=True)
-    staging.write_text(f"{after}\n")
-    os.replace(staging, paths.stop_file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from pipeline.paths import ExperimentPaths
 from pipeline.results.lock import process_mark, read_json
 from pipeline.results.starts import read_starts
+from pipeline.runtime.regular_files import replace_text
 
 
 def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) -> None:
@@ -23,9 +23,7 @@ def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) ->
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
     }
-    staging = paths.launch_file.with_name(f".{paths.launch_file.name}.new")
-    staging.write_text(json.dumps(facts) + "\n")
-    os.replace(staging, paths.launch_file)
+    replace_text(paths.launch_file, json.dumps(facts) + "\n")
 
 
 def has_opened(paths: ExperimentPaths, launch: dict[str, Any]) -> bool:
