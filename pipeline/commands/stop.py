@@ -8,7 +8,7 @@ import time
 from pipeline.arguments import command_line
 from pipeline.errors import StateConflict
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.launches import launch_facts
+from pipeline.results.launches import has_opened, launch_facts
 from pipeline.results.situation import check_known
 from pipeline.results.states import RUNNING, STARTING, WAITING, state_of
 from pipeline.runtime.regular_files import replace_text
@@ -47,12 +47,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for_start(paths: ExperimentPaths) -> None:
-    was_starting = False
-    while state_of(paths) == STARTING:
-        was_starting = True
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    if was_starting:
-        # A run that has just come alive throws old requests away; ours must come after that.
+    """Wait until a launched run has opened its experiment, for before that it throws old requests away."""
+    while state_of(paths) in (STARTING, RUNNING) and not has_opened(paths, launch_facts(paths)):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

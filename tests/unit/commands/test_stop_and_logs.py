@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from pipeline.commands import stop
 from pipeline.paths import ExperimentPaths
 from pipeline.results.launches import record_launch
 from pipeline.results.lock import RunLock
-from pipeline.results.states import RUNNING, STARTING, UNFINISHED
 from tests.support.experiments import tree
 from tests.support.verbs import call, held
 
@@ -61,15 +60,23 @@ def test_run_that_is_only_starting_cannot_be_asked(home: Path, capsys: pytest.Ca
     assert "kill -- -1" in capsys.readouterr().err
 
 
-def test_run_that_is_only_starting_is_waited_for(
-    paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With --wait a run that was launched a moment ago is asked as soon as it is alive."""
-    states = iter([STARTING, STARTING, RUNNING, RUNNING, UNFINISHED, UNFINISHED])
-    monkeypatch.setattr(stop, "state_of", lambda asked: next(states))
-    monkeypatch.setattr(stop, "_SECONDS_BETWEEN_LOOKS", 0)
-    assert call(paths.home, "stop", "tiny", "--wait") == 0
-    assert paths.stop_file.read_text() == "step\n"
+def test_run_that_is_only_starting_is_waited_for(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --wait a launched run is asked once it has opened its experiment: before, it throws old requests away."""
+    paths.error_files.mkdir(parents=True, exist_ok=True)
+    record_launch(paths, os.getpid())
+    was_asked_too_soon = []
+
+    def open_and_obey() -> None:
+        time.sleep(0.8)
+        was_asked_too_soon.append(paths.stop_file.exists())
+        with paths.starts_file.open("a") as file:
+            file.write('{"world_size": 1}\n')
+        while not paths.stop_file.exists():
+            time.sleep(0.01)
+
+    with held(paths, open_and_obey):
+        assert call(paths.home, "stop", "tiny", "--wait") == 0
+    assert was_asked_too_soon == [False]
     assert "tiny: unfinished" in capsys.readouterr().out
 
 
