@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,15 @@ from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.signals import StopRequests
 from pipeline.stages.batches import BatchRunner
+from pipeline.stages.engines.ddp import DdpEngine
+from pipeline.stages.engines.exact import ExactEngine
 from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine
 from pipeline.stages.pictures import Pictures
 from pipeline.stages.plan import StepPlan
 from pipeline.stages.training import TrainingStage
+
+_ENGINES: dict[str, Callable[[Experiment, Processes], GradientEngine]] = {"fast": DdpEngine, "exact": ExactEngine}
 
 
 @dataclass
@@ -76,7 +81,7 @@ def build_machinery(
 ) -> Machinery:
     """Put together what an assembled experiment needs to run on these processes."""
     records = Records(experiment.settings.loss_registers, experiment.learning_rates())
-    engine = GradientEngine(experiment, processes)
+    engine = _ENGINES[experiment.settings.training.gradient_reduction](experiment, processes)
     transforms: dict[str, Any] = {}
     train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
     training = TrainingStage(experiment, processes, train, engine, records)
@@ -92,7 +97,7 @@ def build_machinery(
         engine=engine,
         runners=(train, val),
         training=training,
-        evaluation=EvaluationStage(experiment, processes, val, engine, records),
+        evaluation=EvaluationStage(experiment, processes, val, records),
         pictures=Pictures(experiment, val, transforms),
         store=store,
         commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,79 +10,123 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.runtime.processes import Processes
+from pipeline.stages.sums import BatchSums
+
+_NO_BATCH = 1 << 62
+
+
+class StepBuffers:
+    """Lets buffers evolve by the step: every batch starts from what they were when the step began.
+
+    A skipped step leaves no trace.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], processes: Processes, new_sums: Callable[[list[torch.Tensor]], BatchSums]
+    ) -> None:
+        layers = list(dict.fromkeys(layer for module in modules for layer in module.modules()))
+        statistics = BatchNormStatistics(layers, new_sums)
+        others = OtherBuffers(layers, statistics.tensors, processes)
+        self._rules = [rule for rule in (statistics, others) if rule.has_any]
+
+    def begin_step(self, num_batches: int) -> None:
+        for rule in self._rules:
+            rule.begin_step(num_batches)
+
+    def after_batch(self, position: int) -> None:
+        """Set aside what one batch has changed, and go back to the step's start."""
+        for rule in self._rules:
+            rule.after_batch(position)
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Bring in what the batches of all ranks have changed."""
+        for rule in self._rules if not skipped else ():
+            rule.end_step()
 
 
 class BatchNormStatistics:
-    """Running statistics of BatchNorm layers that evolve by the step, whichever rank sees which batch.
+    """Running statistics of BatchNorm layers: after a step each layer takes the mean over the batches that used it."""
 
-    Every batch of a step starts from the statistics at the step's start; after the step each layer takes the mean
-    over the batches that used it. A skipped step leaves no trace.
-    """
-
-    def __init__(self, modules: list[nn.Module], processes: Processes) -> None:
-        self._processes = processes
-        found = (layer for module in modules for layer in module.modules())
-        layers = [layer for layer in found if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
-        self._layers = list(dict.fromkeys(layers))
-        self._averages = [one for layer in self._layers for one in (layer.running_mean, layer.running_var)]
-        self._counts = [layer.num_batches_tracked for layer in self._layers]
+    def __init__(self, layers: list[nn.Module], new_sums: Callable[[list[torch.Tensor]], BatchSums]) -> None:
+        found = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+        averages = [one for layer in found for one in (layer.running_mean, layer.running_var)]
+        self._averages: list[torch.Tensor] = averages  # type: ignore[assignment]
+        self._counts: list[torch.Tensor] = [layer.num_batches_tracked for layer in found]  # type: ignore[misc]
+        self._sums = new_sums(self.tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The buffers that evolve by this rule."""
-        return [*self._averages, *self._counts]  # type: ignore[list-item]
+        return [*self._averages, *self._counts]
 
-    def begin_step(self) -> None:
-        if self._layers:
-            self._start = [tensor.clone() for tensor in self.tensors]
-            self._sums = [torch.zeros_like(tensor) for tensor in self.tensors]
+    @property
+    def has_any(self) -> bool:
+        return bool(self._averages)
 
-    def after_batch(self) -> None:
-        """Set aside what one batch has changed, and go back to the step's start."""
-        if self._layers:
-            for tensor, start, total in zip(self.tensors, self._start, self._sums, strict=True):
-                total.add_(tensor - start)
-                tensor.copy_(start)
+    def begin_step(self, num_batches: int) -> None:
+        self._start = [tensor.clone() for tensor in self.tensors]
+        self._sums.begin(num_batches)
 
-    def end_step(self, *, skipped: bool) -> None:
-        """Bring in the mean of what the batches of all ranks have changed."""
-        if not self._layers or skipped:
-            return
-        flat = torch.cat([total.reshape(-1).to(torch.float64) for total in self._sums])
-        self._processes.sum(flat)
-        parts = flat.split([total.numel() for total in self._sums])
-        counts = parts[len(self._averages) :]
-        for position, (tensor, part) in enumerate(zip(self._averages, parts, strict=False)):
+    def after_batch(self, position: int) -> None:
+        self._sums.add([tensor - start for tensor, start in zip(self.tensors, self._start, strict=True)])
+        torch._foreach_copy_(self.tensors, self._start)
+
+    def end_step(self) -> None:
+        changes = [change for change in self._sums.total() if change is not None]
+        counts = changes[len(self._averages) :]
+        for position, tensor in enumerate(self._averages):
             # A layer that no batch has used has changed by nothing.
-            change = part / counts[position // 2].clamp(min=1)
-            tensor.add_(change.view_as(tensor).to(tensor.dtype))  # type: ignore[union-attr]
-        for count, part in zip(self._counts, counts, strict=True):
-            count.add_(part.view_as(count).to(count.dtype))  # type: ignore[union-attr]
+            tensor.add_(changes[position] / counts[position // 2].clamp(min=1))
+        torch._foreach_add_(self._counts, counts)
 
 
-class SharedBuffers:
-    """All other buffers: every step starts from rank zero's, so that nothing depends on what a lost process saw."""
+class OtherBuffers:
+    """All other buffers of a module's state: each takes the value that the first batch to change it gave it.
 
-    def __init__(self, modules: list[nn.Module], statistics: BatchNormStatistics, processes: Processes) -> None:
-        self._processes, self._modules = processes, modules
-        self._known = {id(tensor) for tensor in statistics.tensors}
-        self._has_any = bool(self._collect())
+    Buffers that are not part of the state are none of it: whatever a resumed run would not find again.
+    """
 
-    def _collect(self) -> list[torch.Tensor]:
+    def __init__(self, layers: list[nn.Module], known: list[torch.Tensor], processes: Processes) -> None:
+        self._processes, ids = processes, {id(tensor) for tensor in known}
+        self._places = [
+            (layer, name)
+            for layer in layers
+            for name, buffer in layer._buffers.items()
+            if buffer is not None and id(buffer) not in ids and name not in layer._non_persistent_buffers_set
+        ]
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._places)
+
+    def _tensors(self) -> list[torch.Tensor]:
         """Return the buffers as they are now: a module may have replaced one by another tensor."""
-        buffers = [buffer for module in self._modules for buffer in module.buffers() if id(buffer) not in self._known]
-        # Wider types come first, so that every slice of the bytes is aligned for its type.
-        return sorted(buffers, key=lambda buffer: -buffer.element_size())
+        return [layer._buffers[name] for layer, name in self._places]  # type: ignore[misc]
 
-    def share(self) -> None:
-        if self._processes.world_size == 1 or not self._has_any:
-            return
-        buffers = self._collect()
-        flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
-        self._processes.send_from_rank_zero(flat)
-        sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
-        for buffer, part in zip(buffers, flat.split(sizes), strict=True):
-            buffer.detach().copy_(part.view(buffer.dtype).view_as(buffer))
+    def begin_step(self, num_batches: int) -> None:
+        self._start, self._values = self._tensors(), [tensor.clone() for tensor in self._tensors()]
+        self._changes: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def after_batch(self, position: int) -> None:
+        now = self._tensors()
+        differences = [(one != other).any() for one, other in zip(now, self._values, strict=True)]
+        for index in torch.stack(differences).nonzero()[:, 0].tolist():
+            self._changes.setdefault(index, (position, now[index].clone()))
+            layer, name = self._places[index]
+            layer._buffers[name] = self._start[index].copy_(self._values[index])
+
+    def end_step(self) -> None:
+        own = [self._changes[index][0] if index in self._changes else _NO_BATCH for index in range(len(self._places))]
+        first = self._processes.least(torch.tensor(own)).tolist()
+        for index, position in enumerate(first):
+            if position != _NO_BATCH:
+                self._start[index].copy_(self._shared(index, is_owner=position == own[index]))
+
+    def _shared(self, index: int, *, is_owner: bool) -> torch.Tensor:
+        """Return the value of the one rank that has it, to the bit."""
+        value = self._changes[index][1] if is_owner else torch.zeros_like(self._start[index])
+        self._processes.sum(value.view(torch.uint8) if value.dim() else value.view(1).view(torch.uint8))
+        return value
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pipeline.experiment.records import Records
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
-from pipeline.stages.gradients import GradientEngine
+from pipeline.stages.buffers import kept_buffers
 from pipeline.stages.losses import LossLedger, total_losses
 from pipeline.stages.plan import Place, PlannedBatch, evaluation_places
 
@@ -52,14 +52,19 @@ class EvaluationPass:
         own = self._chosen[self._processes.rank :: self._processes.world_size]
         points = self._runner.points(epoch)
         loading = self._runner.load([place for _, place in own], points)
-        for number in range(self.num_rounds):
-            if number < len(own):
-                position, place = own[number]
-                planned, batch = points.batch(place), next(loading[place.shape.dataset])
-                with torch.no_grad():
-                    self._ledger.add(0, position, self._runner.losses(batch, place, (*planned.key, "evaluate")))
-                    observe(place, planned, batch)
-            yield number
+        # An evaluation must leave no trace, as each rank would leave another.
+        with kept_buffers(self._experiment.components.all_modules.values()):
+            for number in range(self.num_rounds):
+                if number < len(own):
+                    position, place = own[number]
+                    self._evaluate(position, points.batch(place), (place, next(loading[place.shape.dataset])), observe)
+                yield number
+
+    def _evaluate(self, position: int, planned: PlannedBatch, loaded: tuple[Place, Any], observe: Observer) -> None:
+        place, batch = loaded
+        with torch.no_grad():
+            self._ledger.add(0, position, self._runner.losses(batch, place, (*planned.key, "evaluate")))
+            observe(place, planned, batch)
 
     def collect(self) -> np.ndarray:
         """Return the sums per batch and register of all ranks; batches of other shards have 0."""
@@ -83,11 +88,9 @@ class EvaluationStage:
         experiment: Experiment,
         processes: Processes,
         runner: BatchRunner,
-        engine: GradientEngine,
         records: Records,
     ) -> None:
-        self._experiment, self._processes = experiment, processes
-        self._engine, self._records = engine, records
+        self._experiment, self._processes, self._records = experiment, processes, records
         self._pass = EvaluationPass(experiment, processes, runner)
 
     @property
@@ -103,7 +106,6 @@ class EvaluationStage:
         seed = self._experiment.settings.training.seed
         key_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
-        self._engine.buffers.share()
         for number in self._pass.rounds(epoch):
             if number % _ROUNDS_BETWEEN_QUESTIONS == 0 and self._processes.any(is_asked_to_stop()):
                 self._pass.collect()

@@ -104,7 +104,18 @@ class StepPlan:
     def places_of(self, rank: int, world_size: int, first_step: int) -> Iterator[Place]:
         """Yield the batches one rank gets, from a step on."""
         for index in range(first_step, len(self)):
-            yield from self.step(index)[rank::world_size]
+            batches = self.step(index)
+            yield from (batches[position] for position in share_of(len(batches), rank, world_size))
+
+
+def share_of(num_batches: int, rank: int, world_size: int) -> range:
+    """Return which batches of a step one rank gets: neighbours, which can be added up before ranks talk.
+
+    Datasets take turns in a step, so neighbours also share out an expensive dataset more evenly than every n-th batch.
+    """
+    size, rest = divmod(num_batches, world_size)
+    start = rank * size + min(rank, rest)
+    return range(start, start + size + (rank < rest))
 
 
 class EpochPoints:

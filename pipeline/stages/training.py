@@ -18,7 +18,7 @@ from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import Compute, GradientEngine, Verdict, Wishes
 from pipeline.stages.losses import LossLedger
-from pipeline.stages.plan import Place, StepPlan
+from pipeline.stages.plan import Place, StepPlan, share_of
 from pipeline.stages.witness import Witness
 
 _ROWS = 64
@@ -115,14 +115,15 @@ class TrainingStage:
         items = self._num_items(batches)
         shares = self._shares(items)
         rates = self._experiment.learning_rates()
-        self._engine.begin_step()
-        own = list(enumerate(batches))[self._processes.rank :: self._processes.world_size]
-        for count, (position, place) in enumerate(own, 1):
+        self._engine.begin_step(len(batches))
+        own = share_of(len(batches), self._processes.rank, self._processes.world_size)
+        for position in own:
+            place = batches[position]
             loading_started = time.perf_counter()
             batch = next(loading[place.shape.dataset])
             data_seconds += time.perf_counter() - loading_started
             compute = self._batch_loss(batch, place, (self._settings.seed, "step", epoch, index, position), shares)
-            self._engine.backward(compute, wishes() if count == len(own) else None)
+            self._engine.backward(position, compute, wishes() if position == own[-1] else None)
         if not own:
             self._engine.join_without_batch(wishes())
         verdict = self._engine.finish_step()

@@ -1,0 +1,68 @@
+"""The exact engine: one tree over the step's batches gives the same bits at any number of processes."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.errors import PipelineError
+from pipeline.experiment.assembly import Experiment
+from pipeline.runtime.processes import Processes
+from pipeline.stages.gradients import Compute, GradientEngine, Wishes
+from pipeline.stages.plan import share_of
+from pipeline.stages.sums import Tensors, TreeSums
+
+
+class ExactEngine(GradientEngine):
+    """Every batch has a gradient of its own, which is added to its neighbours' in an order that never changes.
+
+    Two batches that are added first are left to autograd, which adds the second gradient to the first in place.
+    """
+
+    def __init__(self, experiment: Experiment, processes: Processes) -> None:
+        super().__init__(experiment, processes, lambda like: TreeSums(like, processes))
+        self._sums = TreeSums(list(self._weights), processes)
+
+    def begin_step(self, num_batches: int) -> None:
+        super().begin_step(num_batches)
+        self._own = share_of(num_batches, self._processes.rank, self._processes.world_size)
+        self._sums.begin(num_batches)
+        self._num_done, self._wishes = 0, Wishes()
+        self._used, self._finite = [False] * len(self._weights), list[torch.Tensor]()
+
+    def _backward(self, compute: Compute, wishes: Wishes | None) -> None:
+        terms, sums = compute()
+        self._finite += sums
+        self._wishes = wishes or self._wishes
+        loss = sum(terms)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            self.scaler.scale(loss).backward()
+        if self._num_done < len(self._own):
+            self._after_batch(self._own[self._num_done])
+
+    def _after_batch(self, position: int) -> None:
+        self._num_done += 1
+        is_first_of_two = position % 2 == 0 and position + 1 in self._own
+        if not is_first_of_two:
+            self._sums.add(self._taken(), 2 if position % 2 and position - 1 in self._own else 1)
+
+    def _taken(self) -> Tensors:
+        """Take the gradients away from the weights, for the next batch to start without any."""
+        gradients: Tensors = [weight.grad for weight in self._weights]
+        self._used = [is_used or one is not None for is_used, one in zip(self._used, gradients, strict=True)]
+        for weight in self._weights:
+            weight.grad = None
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise PipelineError(
+                "gradient_reduction: exact adds dense gradients only, but a module has sparse ones.\n"
+                "  fix: create its embedding with sparse=False, or set gradient_reduction to fast."
+            ).shared()
+        return gradients
+
+    def _reduce(self) -> torch.Tensor:
+        message = self._message(self._wishes, self._used)
+        for total in self._finite:
+            # Adding a sum zero times changes nothing unless it is not finite.
+            message[0].add_(total, alpha=0)
+        for weight, gradient in zip(self._weights, self._sums.total(), strict=True):
+            weight.grad = gradient
+        return self._processes.sum(message)

@@ -1,0 +1,173 @@
+"""Sums over the batches of a step, whichever process has which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pipeline.runtime.processes import Processes
+from pipeline.stages.plan import share_of
+from pipeline.stages.tree import Branch, Branches, branches_of
+
+Tensors = list[torch.Tensor | None]
+# How many bytes of a sum travel at once: enough to keep a network busy, little beside what a step needs anyway.
+_BUCKET_BYTES = 32 << 20
+# The one number that changes nothing when it is added: 0.0 would turn -0.0 into 0.0.
+_NOTHING = -0.0
+
+
+class BatchSums(Protocol):
+    """Adds lists of tensors over the batches of a step, on all ranks."""
+
+    def begin(self, num_batches: int) -> None:
+        """Forget the step before; the next has so many batches on all ranks together."""
+
+    def add(self, tensors: Tensors, num_batches: int = 1) -> None:
+        """Take the sum of this rank's next batches; None stands for a tensor that they do not have."""
+
+    def total(self) -> Tensors:
+        """Return the sums over all ranks, all of which must ask."""
+
+
+class PlainSums:
+    """Adds as it comes, each rank its own batches, then all of them: rounding depends on the number of ranks."""
+
+    def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
+        self._like, self._processes = like, processes
+
+    def begin(self, num_batches: int) -> None:
+        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._like]
+
+    def add(self, tensors: Tensors, num_batches: int = 1) -> None:
+        for total, tensor in zip(self._sums, tensors, strict=True):
+            if tensor is not None:
+                total.add_(tensor)
+
+    def total(self) -> Tensors:
+        flat = torch.cat([total.reshape(-1) for total in self._sums])
+        parts = self._processes.sum(flat).split([total.numel() for total in self._sums])
+        return [part.view_as(like).to(like.dtype) for part, like in zip(parts, self._like, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of the elements of one tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class TreeSums:
+    """Adds along one tree over the batches: the same bits at any number of ranks.
+
+    A rank adds what it can of its own batches, which are neighbours. For the rest, every rank gets a part of all
+    tensors from all ranks, adds it up to the root of the tree, and gives the result to all.
+    """
+
+    def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
+        self._like = [torch.empty_like(tensor, device="meta") for tensor in like]
+        self._processes, self._device = processes, processes.device
+        self._buckets = list(_buckets(self._like))
+
+    def begin(self, num_batches: int) -> None:
+        self._num_batches = num_batches
+        self._position = share_of(num_batches, self._processes.rank, self._processes.world_size).start
+        self._branches = Branches[Tensors](_added)
+
+    def add(self, tensors: Tensors, num_batches: int = 1) -> None:
+        arranged = [
+            None if one is None else _arranged(one, like) for one, like in zip(tensors, self._like, strict=True)
+        ]
+        self._branches.push(Branch(self._position, num_batches, arranged))
+        self._position += num_batches
+
+    def total(self) -> Tensors:
+        if self._processes.world_size == 1:
+            return self._branches.root()
+        own = [branch.value for branch in self._branches.held]
+        # What a rank has summed up is not needed any more once it was sent, so that the totals may take its place.
+        totals = [self._room(index, own) for index in range(len(self._like))]
+        for bucket in self._buckets:
+            reduced = self._reduced(bucket, own)
+            parts = reduced.split(_sizes(bucket, len(reduced)))
+            for piece, part in zip(bucket, parts, strict=False):
+                _flat(totals[piece.tensor])[piece.start : piece.stop].copy_(part)
+        return list(totals)
+
+    def _room(self, index: int, own: list[Tensors]) -> torch.Tensor:
+        found = (tensors[index] for tensors in own)
+        room = next((tensor for tensor in found if tensor is not None), None)
+        return torch.empty_like(self._like[index], device=self._device) if room is None else room
+
+    def _reduced(self, bucket: list[_Piece], own: list[Tensors]) -> torch.Tensor:
+        """Return the sum of one bucket over all batches of all ranks, with some elements more at its end."""
+        rank_branches = [
+            branches_of(self._num_batches, rank, self._processes.world_size)
+            for rank in range(self._processes.world_size)
+        ]
+        received = self._processes.exchange(self._packed(bucket, own), [len(branches) for branches in rank_branches])
+        sums = Branches[torch.Tensor](torch.Tensor.add_)
+        for branch, row in zip((one for branches in rank_branches for one in branches), received, strict=True):
+            sums.push(Branch(branch.start, branch.size, row))
+        return self._processes.concatenate(sums.root())
+
+    def _packed(self, bucket: list[_Piece], own: list[Tensors]) -> torch.Tensor:
+        """Return rows of equal length: for each rank its part of every branch of this rank."""
+        world_size, num_elements = self._processes.world_size, sum(piece.stop - piece.start for piece in bucket)
+        num_each = -(-num_elements // world_size)
+        dtype = self._like[bucket[0].tensor].dtype
+        rows = torch.full((len(own), world_size * num_each), _NOTHING, dtype=dtype, device=self._device)
+        for row, tensors in zip(rows, own, strict=True):
+            for piece, place in zip(bucket, row.split(_sizes(bucket, rows.shape[1])), strict=False):
+                tensor = tensors[piece.tensor]
+                if tensor is not None:
+                    place.copy_(_flat(tensor)[piece.start : piece.stop])
+        by_rank = rows.view(len(own), world_size, num_each).transpose(0, 1)
+        return by_rank.reshape(world_size * len(own), num_each)
+
+
+def _buckets(like: list[torch.Tensor]) -> Iterator[list[_Piece]]:
+    """Yield pieces of the tensors, in order, that together have one type and a limited size."""
+    bucket, num_bytes = list[_Piece](), 0
+    for index, tensor in enumerate(like):
+        start = 0
+        while start < tensor.numel():
+            if bucket and (num_bytes >= _BUCKET_BYTES or tensor.dtype != like[bucket[0].tensor].dtype):
+                yield bucket
+                bucket, num_bytes = [], 0
+            stop = min(tensor.numel(), start + max(1, (_BUCKET_BYTES - num_bytes) // tensor.element_size()))
+            bucket.append(_Piece(index, start, stop))
+            num_bytes += (stop - start) * tensor.element_size()
+            start = stop
+    if bucket:
+        yield bucket
+
+
+def _sizes(bucket: list[_Piece], num_elements: int) -> list[int]:
+    """Return the sizes of the pieces of a bucket, and of what is left of so many elements."""
+    sizes = [piece.stop - piece.start for piece in bucket]
+    return [*sizes, num_elements - sum(sizes)]
+
+
+def _arranged(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements lie in memory as they do on every other rank."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, device=tensor.device).copy_(tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _added(left: Tensors, right: Tensors) -> Tensors:
+    """Add the right tensors to the left ones, in place."""
+    both = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [other if one is None else one for one, other in zip(left, right, strict=True)]
