@@ -33,7 +33,7 @@ from pipeline.results.preparation import check_shared, check_writable, open_fres
 from pipeline.results.provenance import describe_start
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.starts import differences, read_starts, record_start, run_id
+from pipeline.results.starts import GROUP, differences, read_starts, record_start, run_id
 from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
@@ -153,11 +153,18 @@ class _Run:
         """Load the frozen copy, then take the lock and bring the directory into order."""
         self._processes.on_rank_zero(self._check_copy)
         contents = self._processes.together(self._frozen_contents)
+        self._keep_threads(contents)
         experiment = self._assemble(self._paths.results, contents)
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
         fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(lambda: self._recover(fingerprints))
         return machinery
+
+    def _keep_threads(self, contents: Contents) -> None:
+        """Let a run that is to be exact on any machine go on with the threads it had, because bits depend on them."""
+        starts = self._processes.on_rank_zero(lambda: read_starts(self._paths))
+        if starts and parse_settings(contents).training.gradient_reduction == "exact":
+            torch.set_num_threads(int(starts[-1].get("threads", torch.get_num_threads())))
 
     def _check_copy(self) -> None:
         manifest = peek(self._paths)
@@ -211,6 +218,8 @@ class _Run:
         settings = parse_settings(contents)
         if settings.training.deterministic:
             set_deterministic()
+        if settings.training.threads:
+            torch.set_num_threads(settings.training.threads)
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         return self._processes.together(lambda: assemble(folder / "pymodules", settings, self._processes.device))
@@ -234,12 +243,24 @@ class _Run:
         ]
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
-        changed = differences(earlier[-1], start) if earlier else []
+        self._compare_starts(machinery, differences(earlier[-1], start) if earlier else {})
+
+    @staticmethod
+    def _compare_starts(machinery: Machinery, changed: dict[str, str]) -> None:
+        """Say what is otherwise than at the last start, and whether that matters to the bits."""
+        is_exact = machinery.experiment.settings.training.gradient_reduction == "exact"
+        harmless = [changed.pop(name) for name in GROUP if is_exact and name in changed]
+        if harmless:
+            LOGGER.info(
+                "Otherwise than at the last start: %s. The results will be the same to the bit, because "
+                "gradient_reduction is exact.",
+                ", ".join(harmless),
+            )
         if changed:
             LOGGER.warning(
                 "Otherwise than at the last start: %s. Training goes on; from here on, bits may differ from those of "
                 "an uninterrupted run, by rounding.",
-                ", ".join(changed),
+                ", ".join(changed.values()),
             )
 
     def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:

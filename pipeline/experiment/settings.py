@@ -12,6 +12,14 @@ from pipeline.experiment.json_files import Document, parse_json, read_document
 from pipeline.experiment.schema_problems import SETTINGS_FILES, schema, schema_problems
 
 Contents = dict[str, dict[str, Any]]
+# Pairs of keys and values of training.json that exclude one another, and why.
+_CONTRADICTIONS = (
+    (
+        ("gradient_reduction", "exact"),
+        ("sync_batchnorm", True),
+        "torch adds those statistics in an order that depends on the number of processes",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class LrScaling:
 class TrainingSettings:
     seed: int = 0
     deterministic: bool = False
+    threads: int | None = None
     precision: str = "fp32"
     grad_clip_norm: float | None = None
     loss_reduction: str = "mean"
@@ -103,7 +112,24 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     problems += _unknown_files(folder)
     if problems:
         raise InvalidExperiment(problems)
-    return _overridden(contents, overrides)
+    overridden = _overridden(contents, overrides)
+    _refuse_contradictions(overridden["training"], folder / "training.json")
+    return overridden
+
+
+def _refuse_contradictions(training: dict[str, Any], path: Path) -> None:
+    """Refuse settings that are right by themselves, but not together."""
+    found = [(pair, why) for *pair, why in _CONTRADICTIONS if all(training.get(key) == value for key, value in pair)]
+    problems = [
+        Problem(
+            f"{path} ({first[0]})",
+            f"{json.dumps(first[1])} does not go together with {second[0]}: {json.dumps(second[1])}, because {why}",
+            "change one of them",
+        )
+        for (first, second), why in found
+    ]
+    if problems:
+        raise InvalidExperiment(problems)
 
 
 def _missing_file(path: Path, name: str) -> Problem:

@@ -13,6 +13,8 @@ from pipeline.runtime.durable import Disk, bytes_writer
 from pipeline.runtime.regular_files import read_regular
 
 _COMPARED = ("torch", "numpy", "python", "threads")
+# Has no influence on the bits of a run whose gradients are added exactly.
+GROUP = ("world_size", "backend")
 
 
 def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
@@ -47,10 +49,15 @@ def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk, stag
     disk.replace_file(paths.starts_file, bytes_writer("".join(lines).encode()), staging / paths.starts_file.name)
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return what a resumed run has otherwise than the one before it."""
-    return [
-        f"{name} {before[name]} → {now[name]}"
-        for name in ("world_size", "backend", *_COMPARED)
-        if name in before and before[name] != now[name]
-    ]
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Return what a resumed run has otherwise than the one before it, by what it is, in words."""
+    return {
+        name: f"{name} {_shown(before[name])} → {_shown(now[name])}"
+        for name in (*GROUP, "devices", *_COMPARED)
+        if name in before and _shown(before[name]) != _shown(now[name])
+    }
+
+
+def _shown(value: Any) -> str:
+    """Return a value in words; of the devices of all processes only which kinds there are."""
+    return " and ".join(sorted(set(value))) if isinstance(value, list) else str(value)

@@ -43,7 +43,13 @@ def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experi
     yield f"state: {found}"
     yield from _part_lines(experiment)
     yield from _disk_lines(paths, experiment)
-    yield (
+    yield _resume_line(experiment, processes, threads)
+
+
+def _resume_line(experiment: Experiment, processes: Processes, threads: int) -> str:
+    if experiment.settings.training.gradient_reduction == "exact":
+        return f"resume: exact to the bit with any number of processes, each of {threads} threads"
+    return (
         f"resume: exact to the bit with {processes.world_size} processes of {threads} threads; equal up to rounding "
         "with other numbers"
     )

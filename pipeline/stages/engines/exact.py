@@ -33,9 +33,10 @@ class ExactEngine(GradientEngine):
         terms, sums = compute()
         self._finite += sums
         self._wishes = wishes or self._wishes
-        loss = sum(terms)
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            self.scaler.scale(loss).backward()
+        # A rank without a batch has a loss too: the scaler begins with the first one it sees.
+        loss = self.scaler.scale(sum(terms, torch.zeros((), device=self._processes.device)))
+        if loss.requires_grad:
+            loss.backward()
         if self._num_done < len(self._own):
             self._after_batch(self._own[self._num_done])
 
