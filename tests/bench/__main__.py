@@ -23,6 +23,7 @@ from tests.bench.work import KINDS, WORLD_SIZE
 
 ROOT = Path(__file__).parents[2]
 GOALS = {"tiny": 0.80, "compute": 0.98}
+PIPELINES = {"pipeline": [], "exact": ["--set", "training.gradient_reduction=exact"]}
 
 
 def main() -> None:
@@ -48,14 +49,14 @@ def main() -> None:
 
 def measure(kind: str, rounds: int) -> dict[str, str]:
     """Let the contenders train in turn and return what was measured."""
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
-        experiment.write(home, kind, rounds + 1)
-        lines = {
-            "plain": ["-m", "tests.bench.hand_written", kind, str(rounds + 1)],
-            "plain_again": ["-m", "tests.bench.hand_written", kind, str(rounds + 1)],
-            "pipeline": [str(ROOT / "training_pipeline.py"), "bench", "--data-home", str(home)],
-        }
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        for name in PIPELINES:
+            experiment.write(home, name, kind, rounds + 1)
+        hand_written = ["-m", "tests.bench.hand_written", kind, str(rounds + 1)]
+        entry = [str(ROOT / "training_pipeline.py"), "--data-home", str(home)]
+        lines = {"plain": hand_written, "plain_again": hand_written}
+        lines |= {name: [*entry, name, *flags] for name, flags in PIPELINES.items()}
         started, processes = {}, {}
         for contender, line in lines.items():
             start = time.perf_counter()
@@ -99,18 +100,21 @@ def _facts(home: Path, kind: str, started: dict[str, float]) -> dict[str, str]:
         f"pipeline / hand-written (goal {GOALS[kind]:.2f})": _ratio(rounds, "pipeline", "seconds"),
         "hand-written again / hand-written (noise)": _ratio(rounds, "plain_again", "seconds"),
         "pipeline / hand-written, by CPU time": _ratio(rounds, "pipeline", "cpu"),
+        "a step with exact / with fast (goal 1.25)": _ratio(rounds, "pipeline", "seconds", "exact"),
+        "the same, by CPU time": _ratio(rounds, "pipeline", "cpu", "exact"),
         "ms a step, pipeline": f"{1000 / rate['pipeline']:.2f}",
         "launch to first step, hand-written": f"{started['plain']:.2f} s",
         "launch to first step, pipeline": f"{started['pipeline']:.2f} s",
         "peak memory of a process, hand-written": f"{rounds['plain'][-1]['memory']} MB",
         "peak memory of a process, pipeline": f"{rounds['pipeline'][-1]['memory']} MB",
+        "peak memory of a process, exact": f"{rounds['exact'][-1]['memory']} MB",
     }
 
 
-def _ratio(rounds: dict[str, list[dict[str, float]]], name: str, field: str) -> str:
-    """Return the median over rounds of the speed against the hand-written loop, and the middle half of them."""
-    pairs = zip(rounds["plain"], rounds[name], strict=True)
-    ratios = sorted(plain[field] / other[field] for plain, other in pairs)
+def _ratio(rounds: dict[str, list[dict[str, float]]], name: str, field: str, of: str = "plain") -> str:
+    """Return the median over rounds of one contender's time in units of another's, and the middle half of them."""
+    pairs = zip(rounds[of], rounds[name], strict=True)
+    ratios = sorted(one[field] / other[field] for one, other in pairs)
     low, _, high = statistics.quantiles(ratios, n=4)
     return f"{statistics.median(ratios):.3f}  (middle half {low:.3f} … {high:.3f})"
 

@@ -88,13 +88,13 @@ _SETTINGS = {
 }
 
 
-def write(home: Path, kind: str, num_epochs: int) -> None:
-    """Write the experiment ``bench`` into a data home."""
-    folder = home / "experiment_settings" / "bench"
-    for name, text in _FILES.items():
-        path = folder / "pymodules" / name
+def write(home: Path, name: str, kind: str, num_epochs: int) -> None:
+    """Write an experiment into a data home."""
+    folder = home / "experiment_settings" / name
+    for file, text in _FILES.items():
+        path = folder / "pymodules" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.format(kind=kind, num_epochs=num_epochs, batch_size=BATCH_SIZE).lstrip())
     (folder / "settings").mkdir()
-    for name, content in _SETTINGS.items():
-        (folder / "settings" / f"{name}.json").write_text(json.dumps(content))
+    for file, content in _SETTINGS.items():
+        (folder / "settings" / f"{file}.json").write_text(json.dumps(content))
