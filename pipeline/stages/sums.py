@@ -120,12 +120,13 @@ class TreeSums:
         world_size, num_elements = self._processes.world_size, sum(piece.stop - piece.start for piece in bucket)
         num_each = -(-num_elements // world_size)
         dtype = self._like[bucket[0].tensor].dtype
-        rows = torch.full((len(own), world_size * num_each), _NOTHING, dtype=dtype, device=self._device)
+        rows = torch.empty((len(own), world_size * num_each), dtype=dtype, device=self._device)
         for row, tensors in zip(rows, own, strict=True):
-            for piece, place in zip(bucket, row.split(_sizes(bucket, rows.shape[1])), strict=False):
+            *places, rest = row.split(_sizes(bucket, len(row)))
+            rest.fill_(_NOTHING)
+            for piece, place in zip(bucket, places, strict=True):
                 tensor = tensors[piece.tensor]
-                if tensor is not None:
-                    place.copy_(_flat(tensor)[piece.start : piece.stop])
+                place.fill_(_NOTHING) if tensor is None else place.copy_(_flat(tensor)[piece.start : piece.stop])
         by_rank = rows.view(len(own), world_size, num_each).transpose(0, 1)
         return by_rank.reshape(world_size * len(own), num_each)
 

@@ -93,6 +93,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path: Path) -> None:
     assert differing(homes) == {2: None}
 
 
+@pytest.mark.slow
 def test_fast_gives_other_bits(tmp_path: Path) -> None:
     """Torch's own engine rounds otherwise with two processes: what is compared here can differ."""
     for name in ("alone", "together"):
@@ -102,6 +103,7 @@ def test_fast_gives_other_bits(tmp_path: Path) -> None:
     assert first_difference(tmp_path / "alone" / DATA, tmp_path / "together" / DATA) is not None
 
 
+@pytest.mark.slow
 def test_log_says_that_bits_stay_the_same(tmp_path: Path) -> None:
     """Resumed with another number of processes, an exact run promises the same bits and keeps its threads."""
     write_experiment(tmp_path, training=EXACT)
