@@ -140,6 +140,11 @@ class ExperimentPaths:
         return self.error_files / "launcher.log"
 
     @property
+    def batch_script(self) -> Path:
+        """What was written for Slurm."""
+        return self.error_files / "slurm.sh"
+
+    @property
     def torchrun_logs(self) -> Path:
         return self.logs / "torchrun"
 

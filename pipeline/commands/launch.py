@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     arguments.flags = arguments.flags or _ALWAYS_RIGHT
-    chains = [[_line(word, arguments) for word in chain] for chain in _chains(arguments.experiments)]
+    chains = [[_line(word, arguments) for word in chain] for chain in parse_chains(arguments.experiments)]
     everyone = [line for chain in chains for line in chain]
     _check(chains, everyone)
     # Experiments of a chain take turns; only one of them is on the machine at a time.
@@ -51,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _chains(words: list[str]) -> list[list[str]]:
+def parse_chains(words: list[str]) -> list[list[str]]:
     """Return experiments that follow one another, in lists that run side by side."""
     chains: list[list[str]] = []
     is_next = False
@@ -78,15 +78,24 @@ def _line(word: str, arguments: argparse.Namespace) -> TrainingLine:
 
 
 def _check(chains: list[Chain], everyone: Chain) -> None:
-    names = [line.paths.name for line in everyone]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise UsageError(f"{', '.join(doubled)} must be launched once only.")
+    check_named_once(everyone)
     for one, other in combinations(chains, 2):
         shared = {gpu for line in one for gpu in line.devices} & {gpu for line in other for gpu in line.devices}
         if shared:
             pair = f"{one[0].paths.name} and {other[0].paths.name}"
             raise UsageError(f"{pair} must not share GPUs, but both have {', '.join(map(str, sorted(shared)))}.")
+    check_free_to_start(everyone)
+
+
+def check_named_once(everyone: Chain) -> None:
+    names = [line.paths.name for line in everyone]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise UsageError(f"{', '.join(doubled)} must be launched once only.")
+
+
+def check_free_to_start(everyone: Chain) -> None:
+    """Refuse experiments that run or are on their way already."""
     for line in everyone:
         if state_of(line.paths) in LIVE:
             raise StateConflict(

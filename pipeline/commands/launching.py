@@ -27,26 +27,35 @@ class TrainingLine:
     devices: tuple[int, ...]
     flags: tuple[str, ...]
     in_background: bool
+    num_nodes: int = 1
 
     @property
     def words(self) -> list[str]:
+        return [*_torchrun(), *self.options]
+
+    @property
+    def options(self) -> list[str]:
         """A port of its own, a file for the output of every process that does not own the terminal, then the run."""
         others = range(0 if self.in_background else 1, self.nproc)
         redirects = [f"--redirects={','.join(f'{rank}:3' for rank in others)}"] if others else []
         home = [] if self.paths.home == data_home(None) else ["--data-home", str(self.paths.home)]
         return [
-            *_torchrun(),
-            "--standalone",
+            *self._meeting(),
             f"--nproc-per-node={self.nproc}",
             f"--log-dir={self.paths.torchrun_logs}",
             *redirects,
             *("-m", "training_pipeline", self.paths.name, *home, *self.flags),
         ]
 
-    def variables(self, num_processes: int) -> dict[str, str]:
-        """Return what the line needs in its environment, where ``num_processes`` share this machine."""
+    def _meeting(self) -> list[str]:
+        """Return how processes find each other; on several nodes, variables of torchrun say where."""
+        return ["--standalone"] if self.num_nodes == 1 else [f"--nnodes={self.num_nodes}", "--rdzv-backend=c10d"]
+
+    def variables(self, num_processes: int, num_cpus: int | None = None) -> dict[str, str]:
+        """Return what the line needs in its environment, where ``num_processes`` share this machine, or so many CPUs."""
+        share = max(1, (num_cpus or os.cpu_count() or 1) // num_processes)
         chosen = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(num_processes)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(share)),
             "TORCHELASTIC_ERROR_FILE": str(self.paths.error_files / "error.json"),
         }
         if self.devices:
@@ -57,10 +66,10 @@ class TrainingLine:
             }
         return chosen
 
-    def _threads(self, num_processes: int) -> int:
+    def _threads(self, share: int) -> int:
         """Return as many threads as at the last start, because bits depend on them, else a fair share."""
         starts = [start for start in read_starts(self.paths) if isinstance(start.get("threads"), int)]
-        return int(starts[-1]["threads"]) if starts else max(1, (os.cpu_count() or 1) // num_processes)
+        return int(starts[-1]["threads"]) if starts else share
 
     def shown(self, num_processes: int) -> str:
         """Return the line as one would type it."""
@@ -73,7 +82,13 @@ class TrainingLine:
 
 
 def training_line(
-    paths: ExperimentPaths, *, nproc: int | None, gpus: str | None, flags: list[str], in_background: bool
+    paths: ExperimentPaths,
+    *,
+    nproc: int | None,
+    gpus: str | None = None,
+    flags: list[str],
+    in_background: bool,
+    num_nodes: int = 1,
 ) -> TrainingLine:
     """Return the line for one experiment, or refuse devices and flags that cannot be."""
     # A flag that training would refuse is refused here, before anything is started.
@@ -84,7 +99,7 @@ def training_line(
     if nproc < 1 or (devices and nproc > len(devices)):
         have = f" on {len(devices)} GPUs" if devices else ""
         raise UsageError(f"--nproc must be at least 1 and have a GPU each, but is {nproc}{have}.")
-    return TrainingLine(paths, nproc, tuple(devices), tuple(flags), in_background)
+    return TrainingLine(paths, nproc, tuple(devices), tuple(flags), in_background, num_nodes)
 
 
 def _check_devices(devices: list[int]) -> None:

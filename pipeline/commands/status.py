@@ -89,8 +89,11 @@ def _block(paths: ExperimentPaths, status: dict[str, Any]) -> Iterator[str]:
     yield f"{paths.name}: {status['state']}"
     if status["state"] == RUNNING:
         yield from _live_lines(status)
-    if status["state"] == WAITING:
-        yield f"  waiting    until {status['launch']['after']} has finished"
+    launch = status["launch"] or {}
+    if "job" in launch:
+        yield f"  job        {launch['job']} of Slurm: {launch['job_state']}{_reason(launch)}"
+    if status["state"] == WAITING and launch.get("after"):
+        yield f"  waiting    until {launch['after']} has finished"
     if status["ended"]:
         yield f"  ended      {_end(status['ended'])}"
     if status["committed"]:
@@ -100,6 +103,10 @@ def _block(paths: ExperimentPaths, status: dict[str, Any]) -> Iterator[str]:
     if status.get("updated"):
         yield f"  updated    {status['updated']}"
     yield f"  log        {paths.log_file}"
+
+
+def _reason(launch: dict[str, Any]) -> str:
+    return "" if launch["job_reason"] in ("", "None") else f" ({launch['job_reason']})"
 
 
 def _live_lines(status: dict[str, Any]) -> Iterator[str]:

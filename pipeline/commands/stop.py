@@ -55,9 +55,11 @@ def _wait_for_start(paths: ExperimentPaths) -> None:
 def _check_running(paths: ExperimentPaths) -> None:
     state = state_of(paths)
     if state in (STARTING, WAITING):
+        launch = launch_facts(paths)
+        end = f"scancel {launch['job']}" if "job" in launch else f"kill -- -{launch.get('pid')}"
         raise StateConflict(
             f"{paths.name!r} is {state} and has nothing to commit.\n"
-            f"  fix: wait for it, or end what was launched with: kill -- -{launch_facts(paths).get('pid')}"
+            f"  fix: wait for it, or end what was launched with: {end}"
         )
     if state != RUNNING:
         raise StateConflict(f"No run of {paths.name!r} is alive: it is {state}.")

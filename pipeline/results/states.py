@@ -6,6 +6,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.results.launches import has_opened, launch_facts
 from pipeline.results.lock import shows_life
 from pipeline.results.situation import look
+from pipeline.runtime.scheduler import PENDING
 
 FINISHED, RUNNING, STARTING, WAITING = "finished", "running", "starting", "waiting"
 UNFINISHED, NEW = "unfinished", "new"
@@ -19,7 +20,10 @@ def state_of(paths: ExperimentPaths) -> str:
         return FINISHED
     if shows_life(paths):
         return RUNNING
-    if (launch := launch_facts(paths)) and not has_opened(paths, launch):
+    launch = launch_facts(paths)
+    if "job" in launch:
+        return WAITING if launch["job_state"] == PENDING else STARTING
+    if launch and not has_opened(paths, launch):
         return WAITING if launch.get("after") and not _is_finished(paths, launch["after"]) else STARTING
     return UNFINISHED if situation.exists else NEW
 

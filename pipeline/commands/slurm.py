@@ -1,0 +1,165 @@
+"""Write a batch script for Slurm that trains until it is finished, and submit it if told to."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from pipeline.arguments import AUTO, parse_arguments, verb_line
+from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, parse_chains
+from pipeline.commands.launching import TrainingLine, training_line
+from pipeline.commands.slurm_script import Job
+from pipeline.errors import UsageError
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.results.launches import record_job
+from pipeline.results.situation import check_known
+from pipeline.runtime.regular_files import replace_text
+from pipeline.runtime.scheduler import check_can_submit, submit
+
+EXAMPLE = """\
+examples:
+  python -m pipeline slurm digits --gpus-per-node 8 --time 4:00:00 --submit
+  python -m pipeline slurm digits --nodes 2 --gpus-per-node 8 --time 1-0 \\
+      --sbatch=--partition=gpu --sbatch=--account=vision --submit
+  python -m pipeline slurm stage_1 then stage_2 --gpus-per-node 8 --time 4:00:00 --submit
+  python -m pipeline slurm a b c d --at-once 2 --gpus-per-node 1 --time 2:00:00 --submit"""
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d?))?(?::(\d\d?))?")
+# What the script itself depends on.
+_OURS = re.compile(
+    r"--(signal|no-requeue|requeue|open-mode|output|nodes|time|array|ntasks\S*|chdir|cpus-per-task|wrap)\b"
+    r"|-[NtoanDc]"
+)
+_LONGEST_GRACE = 65535
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, whole = parser.add_argument, int
+    add(
+        "experiments",
+        nargs="+",
+        metavar="EXP",
+        help="one experiment, several as an array, or two and more in turn with 'then' between them",
+    )
+    add("--time", required=True, metavar="T", help="limit of one job: minutes, H:M:S or D-H:M:S")
+    add("--nodes", type=whole, default=1, metavar="N", help="nodes of each experiment (default: 1)")
+    add("--gpus-per-node", type=whole, metavar="G", help="GPUs of each node (default: none)")
+    add("--nproc", type=whole, metavar="N", help="processes on each node (default: one per GPU, else 1)")
+    add("--cpus-per-task", type=whole, metavar="C", help="CPUs on each node (default: one per process)")
+    add("--grace", type=whole, default=120, metavar="SECONDS", help="stop this long before the limit (default: 120)")
+    add("--max-requeues", type=whole, default=100, metavar="K", help="most times to go on in a new job (default: 100)")
+    add("--at-once", type=whole, metavar="N", help="tasks of an array that may run at once (default: all)")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="any other option of sbatch; repeatable, e.g. --sbatch=--partition=gpu",
+    )
+    add("--print", action="store_true", help="print the script instead of writing it")
+    add("--submit", action="store_true", help="submit what was written")
+    parser.add_argument_group("-- FLAGS", "flags of the training run, beside --auto which it always has")
+    parser.set_defaults(takes_flags=True)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    _check_numbers(arguments)
+    jobs = _jobs(arguments)
+    lines = [line for job in jobs for line in job.lines]
+    check_named_once(lines)
+    if arguments.print:
+        print("\n".join(job.script() for job in jobs), end="")
+        return 0
+    if arguments.submit:
+        check_can_submit()
+        check_free_to_start(lines)
+    for job in jobs:
+        _write(job)
+    if arguments.submit:
+        _submit(jobs)
+    return 0
+
+
+def _jobs(arguments: argparse.Namespace) -> list[Job]:
+    """Return one job for each experiment of a chain, or one array for all that stand side by side."""
+    chains = parse_chains(arguments.experiments)
+    if len(chains) > 1 and THEN in arguments.experiments:
+        raise UsageError(f"{THEN!r} must stand between all experiments or none.", "call slurm once for each chain")
+    if len(chains) > 1:
+        return [_job([name for chain in chains for name in chain], arguments)]
+    return [_job([name], arguments) for name in chains[0]]
+
+
+def _job(names: list[str], arguments: argparse.Namespace) -> Job:
+    lines = tuple(_line(name, arguments) for name in names)
+    return Job(
+        lines,
+        time=arguments.time,
+        seconds=_seconds(arguments.time),
+        grace=arguments.grace,
+        max_requeues=arguments.max_requeues,
+        cpus_per_task=arguments.cpus_per_task or lines[0].nproc,
+        gpus_per_node=arguments.gpus_per_node,
+        at_once=arguments.at_once,
+        more=tuple(arguments.sbatch),
+    )
+
+
+def _line(name: str, arguments: argparse.Namespace) -> TrainingLine:
+    paths = ExperimentPaths(data_home(arguments.data_home), name)
+    check_known(paths)
+    flags = arguments.flags if "--auto" in arguments.flags else ["--auto", *arguments.flags]
+    if parse_arguments([name, *flags]).mode != AUTO:
+        raise UsageError("A job that is requeued must go on where it was: its run always has --auto.")
+    nproc = arguments.nproc if arguments.nproc is not None else arguments.gpus_per_node or 1
+    return training_line(paths, nproc=nproc, flags=flags, in_background=True, num_nodes=arguments.nodes)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    least = {"nodes": 1, "gpus_per_node": 1, "cpus_per_task": 1, "at_once": 1, "max_requeues": 0, "grace": 1}
+    for name, limit in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < limit:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {limit}, but is {value}.")
+    if not arguments.grace < min(_seconds(arguments.time), _LONGEST_GRACE):
+        raise UsageError(
+            f"--grace must be shorter than --time, but is {arguments.grace} s of {_seconds(arguments.time)} s."
+        )
+    for option in arguments.sbatch:
+        if not option.startswith("-") or not option.isprintable():
+            raise UsageError(f"--sbatch must name an option of sbatch, but is {option!r}.", "--sbatch=--partition=gpu")
+        if _OURS.match(option):
+            raise UsageError(f"--sbatch={option} would change what the script depends on.", "see slurm --help")
+
+
+def _seconds(text: str) -> int:
+    """Return how long a time limit in Slurm's notation is."""
+    found = _TIME.fullmatch(text)
+    days, *parts = found.groups() if found else (None,)
+    given = [int(part) for part in parts if part is not None]
+    # Without days, one number is minutes and two are minutes and seconds.
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    total = int(days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
+    if not total:
+        raise UsageError(f"--time must be minutes, H:M:S or D-H:M:S, but is {text!r}.", "--time 4:00:00")
+    return total
+
+
+def _write(job: Job) -> None:
+    for line in job.lines:
+        line.make_folders()
+    replace_text(job.paths.batch_script, job.script())
+    print(f"wrote {job.paths.batch_script}")
+
+
+def _submit(jobs: list[Job]) -> None:
+    before: tuple[str, str] | None = None
+    for job in jobs:
+        # A job that can never start, because the one before failed, is taken away.
+        after = [f"--dependency=afterok:{before[1]}", "--kill-on-invalid-dep=yes"] if before else []
+        number = submit(job.paths.batch_script, *after)
+        for task, line in enumerate(job.lines):
+            record_job(line.paths, f"{number}_{task}" if job.is_array else number, before[0] if before else None)
+        print(f"{', '.join(line.paths.name for line in job.lines)}: submitted as job {number}")
+        before = (job.paths.name, number)
+    print(f"  watch:  {verb_line('status', jobs[0].paths.name, jobs[0].paths.home)}")
+    print(f"  cancel: scancel {before[1] if before else ''}")
