@@ -52,7 +52,7 @@ class TrainingLine:
         return ["--standalone"] if self.num_nodes == 1 else [f"--nnodes={self.num_nodes}", "--rdzv-backend=c10d"]
 
     def variables(self, num_processes: int, num_cpus: int | None = None) -> dict[str, str]:
-        """Return what the line needs in its environment, where ``num_processes`` share this machine, or so many CPUs."""
+        """Return what the line needs in its environment, where ``num_processes`` share this machine or ``num_cpus``."""
         share = max(1, (num_cpus or os.cpu_count() or 1) // num_processes)
         chosen = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(share)),

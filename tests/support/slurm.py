@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.support.running import environment, family, send
+from tests.support.running import environment, send
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 SECONDS = 200
@@ -26,7 +26,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={folder}/state
@@ -47,6 +47,7 @@ ReturnToService=2
 SlurmdTimeout=10
 MessageTimeout=5
 KillWait=10
+OverTimeLimit=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=2
@@ -65,6 +66,7 @@ def is_possible() -> bool:
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Start munge, a controller and two nodes, and end them all."""
     with ExitStack() as stack:
+        stack.callback(_kill, lambda: _processes(folder))
         yield Cluster(folder, stack)
 
 
@@ -106,25 +108,18 @@ class Cluster:
 
     def _start(self, program: str, *words: str) -> subprocess.Popen[bytes]:
         log = self._stack.enter_context((self._folder / f"{program}.out").open("ab"))
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [program, *words], env=environment(self.variables), stdout=log, stderr=log, start_new_session=True
         )
-        self._stack.callback(_end, process)
-        return process
 
     def start_node(self, node: str) -> None:
         (self._folder / f"spool_{node}").mkdir(exist_ok=True)
         self._nodes[node] = self._start("slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Let a node die with everything that runs on it, as a power cut does."""
-        mark = f"SLURMD_NODENAME={node}".encode()
-        for pid in [*family(self._nodes[node].pid), *self._stepd_pids(node), *_pids_with(mark, self.variables)]:
-            send(pid, signal.SIGKILL)
+        """Let a node die with everything that runs on it, as in a power cut."""
+        _kill(lambda: [entry for entry in _processes(self._folder) if _is_on(node, entry)])
         self._nodes[node].wait(SECONDS)
-
-    def _stepd_pids(self, node: str) -> list[int]:
-        return []
 
     def ask(self, *words: str) -> str:
         done = subprocess.run(
@@ -150,11 +145,31 @@ def _free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in sockets]
 
 
-def _pids_with(mark: bytes, variables: dict[str, str]) -> list[int]:
-    return []
+def _processes(folder: Path) -> list[Path]:
+    """Return all daemons and jobs of a cluster: they have its configuration in their environment."""
+    mark = f"SLURM_CONF={folder}/slurm.conf".encode()
+    return [entry for entry in Path("/proc").glob("[0-9]*") if mark in _environment(entry)]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for pid in family(process.pid):
-        send(pid, signal.SIGKILL)
-    process.wait(SECONDS)
+def _environment(entry: Path) -> list[bytes]:
+    try:
+        return (entry / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _is_on(node: str, entry: Path) -> bool:
+    """Tell whether a process belongs to a node: a job knows its name, a daemon writes its log."""
+    try:
+        opened = [path.readlink().name for path in (entry / "fd").iterdir()]
+    except OSError:
+        opened = []
+    return f"SLURMD_NODENAME={node}".encode() in _environment(entry) or f"slurmd_{node}.log" in opened
+
+
+def _kill(find: Callable[[], list[Path]]) -> None:
+    """Kill what is found until nothing is found; a zombie has no environment any more."""
+    while found := find():
+        for entry in found:
+            send(int(entry.name), signal.SIGKILL)
+        time.sleep(0.05)
