@@ -17,7 +17,7 @@ _VERBS = {
     "check": "Find everything that can be known to be wrong before training; writes nothing.",
     "run": "Check an experiment, then run it under torchrun with the right options.",
     "launch": "Start experiments in the background, side by side or one after the other.",
-    "slurm": "Write, and submit, a batch script for Slurm that goes on until the experiment is finished.",
+    "slurm": "Write or submit a batch script for Slurm that goes on until it is finished.",
     "status": "Show how far experiments have come, without touching them.",
     "logs": "Show or follow the log of an experiment.",
     "stop": "Ask a run to finish its step or epoch, commit and end.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from pipeline.arguments import AUTO, parse_arguments, verb_line
+from pipeline.arguments import verb_line
 from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, parse_chains
 from pipeline.commands.launching import TrainingLine, training_line
 from pipeline.commands.slurm_script import Job
@@ -19,10 +19,9 @@ from pipeline.runtime.scheduler import check_can_submit, submit
 EXAMPLE = """\
 examples:
   python -m pipeline slurm digits --gpus-per-node 8 --time 4:00:00 --submit
-  python -m pipeline slurm digits --nodes 2 --gpus-per-node 8 --time 1-0 \\
-      --sbatch=--partition=gpu --sbatch=--account=vision --submit
-  python -m pipeline slurm stage_1 then stage_2 --gpus-per-node 8 --time 4:00:00 --submit
-  python -m pipeline slurm a b c d --at-once 2 --gpus-per-node 1 --time 2:00:00 --submit"""
+  python -m pipeline slurm digits --nodes 2 --time 1-0 --sbatch=--partition=gpu
+  python -m pipeline slurm stage_1 then stage_2 --time 4:00:00 --submit
+  python -m pipeline slurm a b c d --at-once 2 --time 2:00:00 --submit"""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d?))?(?::(\d\d?))?")
 # What the script itself depends on.
 _OURS = re.compile(
@@ -107,9 +106,9 @@ def _job(names: list[str], arguments: argparse.Namespace) -> Job:
 def _line(name: str, arguments: argparse.Namespace) -> TrainingLine:
     paths = ExperimentPaths(data_home(arguments.data_home), name)
     check_known(paths)
-    flags = arguments.flags if "--auto" in arguments.flags else ["--auto", *arguments.flags]
-    if parse_arguments([name, *flags]).mode != AUTO:
+    if {"--resume", "--reset"} & {*arguments.flags}:
         raise UsageError("A job that is requeued must go on where it was: its run always has --auto.")
+    flags = ["--auto", *(flag for flag in arguments.flags if flag != "--auto")]
     nproc = arguments.nproc if arguments.nproc is not None else arguments.gpus_per_node or 1
     return training_line(paths, nproc=nproc, flags=flags, in_background=True, num_nodes=arguments.nodes)
 

@@ -1,3 +1,4 @@
+
 # The rest is the same in every script; docs/slurm.md explains it.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
 job=${job:-$SLURM_JOB_ID}
@@ -6,17 +7,18 @@ requeues=${SLURM_RESTART_COUNT:-0}
 pipeline() { "$python" -m pipeline "$@"; }
 say() { echo "$(date '+%F %T') job $job of $experiment, requeued $requeues of $max_requeues times: $*"; }
 is_finished() { pipeline status "$experiment" --exit-code > /dev/null; }
+standing() { squeue --noheader --jobs "$job" --format '%T %r'; }
 # A run under preemption is signalled by Slurm itself, which tells the batch script nothing.
 was_signalled() { pipeline status "$experiment" --lines 0 | grep -q '^  ended  *stopped: SIG'; }
 # A dead node is known to Slurm only after a while; what ran on the others has failed long before.
 has_lost_a_node() { ! timeout 60 srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 true; }
 # A cancelled job is on its way out, and must not come back; Slurm requeues a preempted one itself.
-may_be_requeued() { [[ $(squeue --noheader --jobs "$job" --format '%T %r') =~ ^RUNNING|TimeLimit$ ]]; }
+may_be_requeued() { [[ $(standing) =~ ^RUNNING|TimeLimit$ ]]; }
 last_commit() { cat "$state_file" 2> /dev/null | cksum; }
 
 requeue() {
     if ! may_be_requeued; then
-        say "$1; Slurm has the last word, and nothing is requeued from here"
+        say "$1; left to Slurm, which has ended the job"
     elif [ "$requeues" -ge "$max_requeues" ]; then
         say "$1; not requeued: the limit is reached"
     elif [ "$SECONDS" -ge $((seconds / 2)) ] && [ "$(last_commit)" = "$commit_before" ]; then
@@ -24,9 +26,20 @@ requeue() {
     else
         say "$1; requeued"
         scontrol requeue "$job"
+        wait "$step"
     fi
     # Only a finished experiment ends with 0, which is what a job that comes after this one waits for.
     exit 1
+}
+
+ask_to_stop() {
+    was_asked=yes
+    say "the job must end, so the run is asked to finish its step"
+    # Again and again: a run that is just starting does not hear yet.
+    while kill -0 "$step" 2> /dev/null && [[ $(standing) == RUNNING* ]]; do
+        pipeline stop "$experiment" > /dev/null 2>&1
+        sleep 2
+    done
 }
 
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
@@ -42,16 +55,10 @@ was_asked=
 trap 'was_asked=yes' USR1 TERM
 srun --ntasks-per-node=1 --cpus-per-task="$cpus_per_task" --kill-on-bad-exit=1 "${training[@]}" &
 step=$!
+trap ask_to_stop USR1 TERM
+[ -z "$was_asked" ] || ask_to_stop
 wait "$step"
 code=$?
-if [ -n "$was_asked" ]; then
-    say "asked to stop, asking the run to finish its step"
-    # Again and again: a run that is just starting does not hear yet.
-    while kill -0 "$step" 2> /dev/null && may_be_requeued; do
-        pipeline stop "$experiment" > /dev/null 2>&1
-        sleep 2
-    done
-fi
 
 if is_finished; then
     say "finished"
