@@ -12,6 +12,8 @@ from pathlib import Path
 from pipeline.commands.launching import TrainingLine
 from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths
 
+_SECONDS_OF_TORCHRUN = 30
+
 
 @dataclass(frozen=True)
 class Job:
@@ -62,8 +64,8 @@ class Job:
 
     def _common(self) -> Iterator[str]:
         yield f"export {DATA_HOME_VARIABLE}={shlex.quote(str(self.paths.home))}"
-        # A run that is signalled may finish its step as long as the job lasts.
-        yield f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace}"
+        # A run that Slurm itself signals may take as long for its step as one that is asked.
+        yield f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(self.grace, _SECONDS_OF_TORCHRUN)}"
         yield f"python={shlex.quote(sys.executable)}"
         yield f"max_requeues={self.max_requeues}"
         yield f"seconds={self.seconds}"

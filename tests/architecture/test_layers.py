@@ -68,6 +68,7 @@ WITHOUT_TORCH = {
     "new": ["other"],
     "status": ["tiny"],
     "launch": ["tiny", "--print"],
+    "slurm": ["tiny", "--time", "10", "--print"],
     "logs": ["tiny"],
     "stop": ["tiny"],
     "compare": ["tiny"],

@@ -36,7 +36,7 @@ from tests.support.running import run_inside, run_process
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PYMODULE_PAGES = sorted((DOCS / "pymodules").glob("*.md"))
 PROGRAMS = {"python", "python3", "torchrun", "pip", "make", "source", "export", "echo", "sleep", "done"}
-TOOLS = {"grep", "mkdir", "rm", "sbatch", "tensorboard"}
+TOOLS = {"grep", "mkdir", "rm", "tensorboard"}
 COMMIT_OFTEN = "training.checkpoint_every_steps=2"
 BASES = {
     "datasets": components.BaseDataset,
