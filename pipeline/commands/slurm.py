@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="any other option of sbatch; repeatable, e.g. --sbatch=--partition=gpu",
+        help="any other option of sbatch, as in the second example; repeatable",
     )
     add("--print", action="store_true", help="print the script instead of writing it")
     add("--submit", action="store_true", help="submit what was written")
@@ -151,14 +151,15 @@ def _write(job: Job) -> None:
 
 
 def _submit(jobs: list[Job]) -> None:
-    before: tuple[str, str] | None = None
-    for job in jobs:
+    """Submit jobs that wait for one another, and write down who waits for what."""
+    numbers: list[str] = []
+    for before, job in zip([None, *jobs], jobs, strict=False):
         # A job that can never start, because the one before failed, is taken away.
-        after = [f"--dependency=afterok:{before[1]}", "--kill-on-invalid-dep=yes"] if before else []
+        after = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if before else []
         number = submit(job.paths.batch_script, *after)
         for task, line in enumerate(job.lines):
-            record_job(line.paths, f"{number}_{task}" if job.is_array else number, before[0] if before else None)
+            record_job(line.paths, f"{number}_{task}" if job.is_array else number, before and before.paths.name)
         print(f"{', '.join(line.paths.name for line in job.lines)}: submitted as job {number}")
-        before = (job.paths.name, number)
-    print(f"  watch:  {verb_line('status', jobs[0].paths.name, jobs[0].paths.home)}")
-    print(f"  cancel: scancel {before[1] if before else ''}")
+        numbers.append(number)
+    print(f"  watch:  {verb_line("status", job.paths.name, job.paths.home)}")
+    print(f"  cancel: scancel {' '.join(numbers)}")

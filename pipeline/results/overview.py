@@ -14,7 +14,7 @@ from pipeline.results.lock import read_owner, seconds_since_beat
 from pipeline.results.outcomes import outcomes
 from pipeline.results.situation import look
 from pipeline.results.starts import read_starts
-from pipeline.results.states import RUNNING, UNFINISHED, state_of
+from pipeline.results.states import LIVE, RUNNING, UNFINISHED, state_of
 from pipeline.results.status import read_status
 from pipeline.runtime.json_values import as_json
 from pipeline.runtime.looking import num_bytes
@@ -30,7 +30,7 @@ def describe(paths: ExperimentPaths) -> dict[str, Any]:
         "state": state,
         "committed": situation.progress.as_json() if situation.progress else None,
         "owner": read_owner(paths) if is_running else None,
-        "launch": launch_facts(paths) or None,
+        "launch": launch_facts(paths) if state in LIVE else None,
         "seconds_since_sign_of_life": seconds_since_beat(paths) if is_running else None,
         "num_starts": len(read_starts(paths)) if situation.exists else 0,
         "ended": _ended(outcomes(paths)) if state == UNFINISHED else None,
