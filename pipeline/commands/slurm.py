@@ -161,5 +161,5 @@ def _submit(jobs: list[Job]) -> None:
             record_job(line.paths, f"{number}_{task}" if job.is_array else number, before and before.paths.name)
         print(f"{', '.join(line.paths.name for line in job.lines)}: submitted as job {number}")
         numbers.append(number)
-    print(f"  watch:  {verb_line("status", job.paths.name, job.paths.home)}")
+    print(f"  watch:  {verb_line('status', jobs[0].paths.name, jobs[0].paths.home)}")
     print(f"  cancel: scancel {' '.join(numbers)}")
