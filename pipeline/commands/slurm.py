@@ -157,8 +157,9 @@ def _submit(jobs: list[Job]) -> None:
         # A job that can never start, because the one before failed, is taken away.
         after = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if before else []
         number = submit(job.paths.batch_script, *after)
+        name_before = before.paths.name if before else None
         for task, line in enumerate(job.lines):
-            record_job(line.paths, f"{number}_{task}" if job.is_array else number, before and before.paths.name)
+            record_job(line.paths, f"{number}_{task}" if job.is_array else number, name_before)
         print(f"{', '.join(line.paths.name for line in job.lines)}: submitted as job {number}")
         numbers.append(number)
     print(f"  watch:  {verb_line('status', jobs[0].paths.name, jobs[0].paths.home)}")

@@ -198,14 +198,3 @@ def test_each_task_of_an_array_goes_on_by_itself(slurm: Cluster, tmp_path: Path)
     assert [num_lives(paths) for paths in everyone] == [1, 2]
     assert "finished" in everyone[0].launcher_log.read_text()
     assert first_difference(everyone[0].data, everyone[1].data) is None
-
-
-def test_limit_of_requeues_ends_a_job(slurm: Cluster, tmp_path: Path) -> None:
-    """A job that has been requeued as often as allowed ends unfinished, and says so."""
-    paths = write_slow(tmp_path, "endless", lives=9, seconds=1)
-    assert call(tmp_path, "slurm", "endless", "--time", "10", "--max-requeues", "0", "--submit") == 0
-    wait_for_step(slurm, paths)
-    slurm.ask("scancel", "--batch", "--signal=USR1", job_of(paths))
-    slurm.wait_for(lambda: slurm.ask("squeue", "--noheader") == "")
-    assert "not requeued: the limit is reached" in paths.launcher_log.read_text()
-    assert state_of(paths) == "unfinished"

@@ -267,6 +267,22 @@ def test_job_that_is_short_of_time_is_requeued(several: Path, commands: Path) ->
     assert "stopped before the end of the job; requeued\nscontrol requeue 70_4" in said
 
 
+def test_limit_of_requeues_ends_a_job(several: Path, commands: Path) -> None:
+    """A job that has been requeued as often as allowed ends unfinished, and says so."""
+    code, said = run_script(several, commands, "kill -USR1 $PPID; sleep 0.5", SLURM_RESTART_COUNT="100")
+    assert code == 1
+    assert "not requeued: the limit is reached" in said
+    assert "scontrol" not in said
+
+
+def test_cancelled_job_is_left_alone(several: Path, commands: Path) -> None:
+    """What Slurm has ended for another reason than its time is not brought back."""
+    ends = f"printf '#!/bin/bash\necho COMPLETING None\n' > {commands}/squeue"
+    code, said = run_script(several, commands, f"{ends}; kill -TERM $PPID; sleep 0.5")
+    assert code == 1
+    assert "left to Slurm, which has ended the job" in said
+
+
 def test_finished_experiment_ends_with_zero(several: Path, commands: Path) -> None:
     """Only then does a job let the one that waits for it go."""
     run_inside(several)
