@@ -32,7 +32,7 @@ _LONGEST_GRACE = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, whole = parser.add_argument, int
+    add = parser.add_argument
     add(
         "experiments",
         nargs="+",
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one experiment, several as an array, or two and more in turn with 'then' between them",
     )
     add("--time", required=True, metavar="T", help="limit of one job: minutes, H:M:S or D-H:M:S")
-    add("--nodes", type=whole, default=1, metavar="N", help="nodes of each experiment (default: 1)")
-    add("--gpus-per-node", type=whole, metavar="G", help="GPUs of each node (default: none)")
-    add("--nproc", type=whole, metavar="N", help="processes on each node (default: one per GPU, else 1)")
-    add("--cpus-per-task", type=whole, metavar="C", help="CPUs on each node (default: one per process)")
-    add("--grace", type=whole, default=120, metavar="SECONDS", help="stop this long before the limit (default: 120)")
-    add("--max-requeues", type=whole, default=100, metavar="K", help="most times to go on in a new job (default: 100)")
-    add("--at-once", type=whole, metavar="N", help="tasks of an array that may run at once (default: all)")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes of each experiment (default: 1)")
+    add("--gpus-per-node", type=int, metavar="G", help="GPUs of each node (default: none)")
+    add("--nproc", type=int, metavar="N", help="processes on each node (default: one per GPU, else 1)")
+    add("--cpus-per-task", type=int, metavar="C", help="CPUs on each node (default: one per process)")
+    add("--grace", type=int, default=120, metavar="SECONDS", help="stop this long before the limit (default: 120)")
+    add("--max-requeues", type=int, default=100, metavar="K", help="most times to go on in a new job (default: 100)")
+    add("--at-once", type=int, metavar="N", help="tasks of an array that may run at once (default: all)")
     add(
         "--sbatch",
         action="append",
@@ -121,7 +121,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {limit}, but is {value}.")
     if not arguments.grace < min(_seconds(arguments.time), _LONGEST_GRACE):
         raise UsageError(
-            f"--grace must be shorter than --time, but is {arguments.grace} s of {_seconds(arguments.time)} s."
+            f"--grace must be shorter than --time, but is {arguments.grace} s of {_seconds(arguments.time)} s.",
+            "--grace 30, or a longer --time",
         )
     for option in arguments.sbatch:
         if not option.startswith("-") or not option.isprintable():

@@ -7,9 +7,15 @@ requeues=${SLURM_RESTART_COUNT:-0}
 pipeline() { "$python" -m pipeline "$@"; }
 say() { echo "$(date '+%F %T') job $job of $experiment, requeued $requeues of $max_requeues times: $*"; }
 is_finished() { pipeline status "$experiment" --exit-code > /dev/null; }
-standing() { squeue --noheader --jobs "$job" --format '%T %r'; }
+# The controller of a cluster may be busy or away for a moment.
+insist() { for _ in 1 2 3 4; do "$@" && return; sleep 5; done; return 1; }
+standing() { insist squeue --noheader --jobs "$job" --format '%T %r'; }
+num_starts() { cat "$starts_file" 2> /dev/null | wc -l; }
 # A run under preemption is signalled by Slurm itself, which tells the batch script nothing.
-was_signalled() { pipeline status "$experiment" --lines 0 | grep -q '^  ended  *stopped: SIG'; }
+was_signalled() {
+    [ "$(num_starts)" -gt "$starts_before" ] &&
+        pipeline status "$experiment" --lines 0 | grep -q '^  ended  *stopped: SIG'
+}
 # A dead node is known to Slurm only after a while; what ran on the others has failed long before.
 has_lost_a_node() { ! timeout 60 srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 true; }
 # A cancelled job is on its way out, and must not come back; Slurm requeues a preempted one itself.
@@ -25,7 +31,7 @@ requeue() {
         say "$1; not requeued: nothing was committed, and a longer --time is needed"
     else
         say "$1; requeued"
-        scontrol requeue "$job"
+        insist scontrol requeue "$job"
         wait "$step"
     fi
     # Only a finished experiment ends with 0, which is what a job that comes after this one waits for.
@@ -51,6 +57,7 @@ fi
 
 say "started on $SLURM_JOB_NODELIST"
 commit_before=$(last_commit)
+starts_before=$(num_starts)
 was_asked=
 trap 'was_asked=yes' USR1 TERM
 srun --ntasks-per-node=1 --cpus-per-task="$cpus_per_task" --kill-on-bad-exit=1 "${training[@]}" &

@@ -86,6 +86,7 @@ class Job:
     def _experiment(self, line: TrainingLine) -> Iterator[str]:
         yield f"experiment={line.paths.name}"
         yield f"state_file={shlex.quote(str(line.paths.state_file))}"
+        yield f"starts_file={shlex.quote(str(line.paths.starts_file))}"
         for name, value in line.variables(line.nproc, self.cpus_per_task).items():
             yield f"export {name}={shlex.quote(value)}"
         yield f"training=({shlex.join([sys.executable, '-m', 'torch.distributed.run', *line.options])})"

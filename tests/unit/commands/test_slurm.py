@@ -12,6 +12,7 @@ import pytest
 from pipeline.commands.slurm import _seconds
 from pipeline.paths import ExperimentPaths
 from pipeline.results.launches import record_job
+from pipeline.results.overview import describe
 from pipeline.results.states import state_of
 from pipeline.runtime import scheduler
 from tests.support.experiments import tree, write_experiment
@@ -250,6 +251,17 @@ def test_stop_on_request_is_not_requeued(several: Path, commands: Path) -> None:
     code, said = run_script(several, commands, "exit 0")
     assert code == 1
     assert "ended with code 0, unfinished; not requeued" in said
+
+
+def test_signal_of_an_earlier_life_is_no_excuse(several: Path, commands: Path) -> None:
+    """A job that fails before its run has begun is not taken for the preempted one before it."""
+    run_inside(several, "--stop-after-epoch", "0")
+    journal = ExperimentPaths(several, "tiny").journal_file
+    journal.write_text(journal.read_text().replace("epoch 0 is complete", "SIGTERM"))
+    assert "SIGTERM" in describe(ExperimentPaths(several, "tiny"))["ended"]["reason"]
+    code, said = run_script(several, commands, '[ "${@: -1}" = true ] || exit 1')
+    assert code == 1
+    assert "ended with code 1, unfinished; not requeued" in said
 
 
 def test_job_that_commits_nothing_is_not_requeued(several: Path, commands: Path) -> None:
