@@ -14,7 +14,7 @@ from pipeline.results.comparison import first_difference
 from pipeline.results.lock import read_owner
 from pipeline.results.overview import describe
 from pipeline.results.starts import read_starts
-from pipeline.results.states import state_of
+from pipeline.results.states import LIVE, state_of
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside, run_process
 from tests.support.slurm import NODES, PROGRAMS, Cluster, cluster, is_possible
@@ -82,8 +82,14 @@ def wait_for_step(slurm: Cluster, paths: ExperimentPaths) -> None:
     slurm.wait_for(lambda: (describe(paths)["committed"] or {}).get("step", 0) > 0)
 
 
-def wait_for_end(slurm: Cluster, *everyone: ExperimentPaths) -> None:
+def wait_until_over(slurm: Cluster, *everyone: ExperimentPaths) -> None:
+    """Wait until Slurm has no job any more, and everyone who looks knows it."""
     slurm.wait_for(lambda: slurm.ask("squeue", "--noheader") == "", seconds=400)
+    slurm.wait_for(lambda: not {state_of(paths) for paths in everyone} & {*LIVE})
+
+
+def wait_for_end(slurm: Cluster, *everyone: ExperimentPaths) -> None:
+    wait_until_over(slurm, *everyone)
     for paths in everyone:
         assert state_of(paths) == "finished", paths.launcher_log.read_text()
 
@@ -155,7 +161,7 @@ def test_second_stage_is_given_up_with_the_first(slurm: Cluster, tmp_path: Path)
     write_experiment(tmp_path, "second")
     first, second = ExperimentPaths(tmp_path, "first"), ExperimentPaths(tmp_path, "second")
     assert call(tmp_path, "slurm", "first", "then", "second", "--time", "10", "--submit") == 0
-    slurm.wait_for(lambda: slurm.ask("squeue", "--noheader") == "")
+    wait_until_over(slurm, first, second)
     assert num_lives(first) == 1
     assert "no such column" in describe(first)["ended"]["errors"][0]["error"]
     assert "unfinished; not requeued" in first.launcher_log.read_text()
@@ -183,7 +189,7 @@ def test_cancelled_job_stays_away(slurm: Cluster, tmp_path: Path) -> None:
     assert call(tmp_path, "slurm", "unwanted", "--time", "10", "--submit") == 0
     wait_for_step(slurm, paths)
     slurm.ask("scancel", job_of(paths))
-    slurm.wait_for(lambda: slurm.ask("squeue", "--noheader") == "")
+    wait_until_over(slurm, paths)
     assert describe(paths)["ended"]["outcome"] == "stopped"
     assert state_of(paths) == "unfinished"
 
