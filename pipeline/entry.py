@@ -15,12 +15,13 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from pipeline.arguments import Arguments, command_line, is_rank_zero
+from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_zero
 from pipeline.errors import PipelineError
 from pipeline.experiment.user_code import author_frames
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.store import peek
 from pipeline.run import Watch, run
+from pipeline.runtime.last_resort import end_launcher_later, may_start_again
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
 from pipeline.runtime.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
 
@@ -79,6 +80,8 @@ def _leave_alone(host: str, seconds: int, paths: ExperimentPaths | None) -> NoRe
     told = PipelineError(_LOST_MACHINE.format(host, seconds) + (_CONTINUE if paths else ""))
     LOGGER.error(told)
     _record_told(told)
+    if has_launcher() and not may_start_again():
+        end_launcher_later()
     leave(1)
 
 

@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import Store
 from pipeline.runtime.logs import LOGGER
 
 SECONDS_UNTIL_LOST = 60
-_NUM_QUESTIONS = 4
+# Of that time two parts pass in silence, then a question is asked in each.
+_NUM_PARTS = 6
 _KEY = "contact"
 _MOST_BYTES = 400
 OnLoss = Callable[[str], None]
@@ -33,7 +34,7 @@ def has_several_machines() -> bool:
 
 def seconds_until_lost(timeout: timedelta) -> int:
     """Return how long a machine may be out of reach: no longer than anyone would wait for it anyway."""
-    return max(6, min(SECONDS_UNTIL_LOST, int(timeout.total_seconds())))
+    return _NUM_PARTS * max(1, min(SECONDS_UNTIL_LOST, int(timeout.total_seconds())) // _NUM_PARTS)
 
 
 def keep_contact(rank: int, store: Store, limit: int, on_loss: OnLoss) -> None:
@@ -83,12 +84,12 @@ def _call(port: int, word: str, host: str, limit: int, on_loss: OnLoss) -> None:
 
 def _watch(connection: socket.socket, host: str, limit: int, on_loss: OnLoss) -> None:
     """Wait on a connection until the other process ends or its machine does not answer any more."""
-    questions = limit // (_NUM_QUESTIONS + 2)
+    part = limit // _NUM_PARTS
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2 * questions)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, questions)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_QUESTIONS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2 * part)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, part)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PARTS - 2)
     try:
         connection.recv(1)
     except OSError:

@@ -8,36 +8,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.running import ENTRY, environment, send
+from tests.support.running import ENTRY, environment, parent_of, send
 
 # Inside a namespace of its own a port cannot be taken by anyone else.
 PORT = 29577
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 FIXED = ("--nnodes=2",)
+RESTARTING = ("--nnodes=2", "--max-restarts=3")
 ELASTIC = ("--nnodes=1:2", "--max-restarts=3")
-# Each machine says its own name, as the lock and the messages do.
-_NAMED = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+# Patience that suits a test: torchrun's own is 15 seconds for a dead machine and 30 for one that may still come.
+_CONFIGURATION = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=4"
+# A machine that comes back needs the first; the second lets a lost one be noticed soon.
+_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GORIDEEPSTYLE_TIMEOUT_MINUTES": "0.25"}
+# Each machine says its own name, as the lock and the messages do, and may have a disk of its own.
+_MACHINE = 'echo "$0" > /proc/sys/kernel/hostname; test -z "$DISK" || mount --bind "$DISK" "$HERE"; exec "$@"'
 SECONDS = 120
 
 
 class Agent:
     """The torchrun of one machine."""
 
-    def __init__(self, line: Sequence[str], output: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, line: Sequence[str], output: Path, variables: dict[str, str]) -> None:
         self.output = output
         with output.open("w") as file:
             self.process = subprocess.Popen(
                 line, env=environment(variables), stdout=file, stderr=file, start_new_session=True
             )
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.poll() is None
 
     def wait(self, seconds: float = SECONDS) -> int:
         return self.process.wait(seconds)
@@ -47,13 +48,14 @@ class Agent:
 
 
 class Machines:
-    """Two machines on one cable; what still runs on them ends with the test."""
+    """Two machines on one cable, of which one hosts the rendezvous; what still runs on them ends with the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: int = 0) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
             pytest.skip("network namespaces need root and the programs ip and unshare")
         self.names = [f"node{number}-{os.getpid()}" for number in (0, 1)]
         self._cables = [f"cable{number}-{os.getpid()}" for number in (0, 1)]
+        self._host = host
         self.agents: list[Agent] = []
 
     def __enter__(self) -> Machines:
@@ -71,42 +73,40 @@ class Machines:
         for number, name in enumerate(self.names):
             self.kill(number)
             _ip("netns", "del", name)
+        for agent in self.agents:
+            agent.wait()
 
-    def start(
-        self,
-        number: int,
-        home: Path,
-        *words: str,
-        options: Sequence[str] = FIXED,
-        env: Mapping[str, str] | None = None,
-    ) -> Agent:
-        """Start a torchrun with one process on a machine; machine 0 hosts the rendezvous."""
-        here = [f"--local-addr={ADDRESSES[number]}", f"--rdzv-conf=is_host={number == 0}"]
-        if not any(option.startswith("--master-addr") for option in options):
-            here += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=tiny"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *here, *options]
-        run = [*torchrun, str(ENTRY), "tiny", "--data-home", str(home), *words]
-        output = home / f"machine_{number}_{len(self.agents)}.txt"
-        variables = {"GLOO_SOCKET_IFNAME": self._cables[number], **(env or {})}
+    def start(self, number: int, home: Path, *words: str, options: Sequence[str] = FIXED, disk: str = "") -> Agent:
+        """Start a torchrun with one process on a machine; a ``disk`` is seen there in place of the data home."""
+        rendezvous = [f"--rdzv-endpoint={ADDRESSES[self._host]}:{PORT}", "--rdzv-backend=c10d", "--rdzv-id=tiny"]
+        rendezvous.append(f"--rdzv-conf=is_host={number == self._host},{_CONFIGURATION}")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--local-addr={ADDRESSES[number]}", *rendezvous]
+        run = [*torchrun, "--nproc-per-node=1", *options, str(ENTRY), "tiny", "--data-home", str(home), *words]
+        variables = {"GLOO_SOCKET_IFNAME": self._cables[number], **_VARIABLES, "DISK": disk, "HERE": str(home)}
+        output = home.with_name(f"{home.name}_machine_{number}_{len(self.agents)}.txt")
         self.agents.append(Agent([*self._inside(number), *run], output, variables))
         return self.agents[-1]
 
     def _inside(self, number: int) -> list[str]:
         name = self.names[number]
-        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", _NAMED, name]
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", _MACHINE, name]
 
-    def start_both(
-        self, home: Path, *words: str, options: Sequence[str] = FIXED, env: Mapping[str, str] | None = None
-    ) -> list[Agent]:
-        return [self.start(number, home, *words, options=options, env=env) for number in (0, 1)]
+    def start_both(self, home: Path, *words: str, options: Sequence[str] = FIXED) -> list[Agent]:
+        return [self.start(number, home, *words, options=options) for number in (0, 1)]
 
     def kill(self, number: int) -> None:
         """Kill everything on a machine, torchrun included."""
-        for pid in self.pids(number):
-            send(pid, signal.SIGKILL)
+        while pids := self.pids(number):
+            for pid in pids:
+                send(pid, signal.SIGKILL)
 
     def pids(self, number: int) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.names[number]).split()]
+
+    def worker(self, number: int) -> int:
+        """Return the training process of a machine."""
+        agents = {agent.process.pid for agent in self.agents}
+        return next(pid for pid in self.pids(number) if parent_of(pid) in agents)
 
     def pull_cable(self) -> None:
         _ip("-n", self.names[0], "link", "set", self._cables[0], "down")
@@ -122,7 +122,7 @@ class Machines:
             time.sleep(0.05)
 
     def said(self) -> str:
-        return "\n".join(f"== {agent.output.name}\n{agent.text()}" for agent in self.agents)
+        return "\n".join(f"{agent.output.name}\n{agent.text()}" for agent in self.agents)
 
 
 def _ip(*words: str) -> str:
