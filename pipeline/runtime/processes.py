@@ -23,6 +23,8 @@ from pipeline.runtime.meeting import meet
 
 Result = TypeVar("Result")
 _SECONDS_OF_PATIENCE = 5.0
+# The last is what gloo says to everyone who asks again after it has waited in vain.
+_WORDS_OF_LOSS = ("gloo", "Connection closed by peer", "Application timeout caused pair closure")
 TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 
@@ -197,7 +199,7 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed by peer" in text)
+    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS_OF_LOSS)
 
 
 def is_silent_peer(error: BaseException) -> bool:

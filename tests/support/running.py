@@ -175,9 +175,8 @@ def describe(pid: int) -> str:
     try:
         state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return (
-            f"rank {_rank(pid)} of parent {parent_of(pid)} in state {state} at {(entry / 'wchan').read_text()}: {line}"
-        )
+        where = (entry / "wchan").read_text()
+        return f"rank {_rank(pid)} of parent {parent_of(pid)} in state {state} at {where}: {line}"
     except OSError:
         return f"process {pid}, which has just gone"
 

@@ -68,6 +68,7 @@ def test_restart_by_torchrun_is_known(count: str, expected: bool) -> None:
 def test_lost_peer_is_told_from_a_bug() -> None:
     """Only what the other process's end causes counts as its loss."""
     assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert is_lost_peer(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost_peer(RuntimeError("shapes do not match"))
     assert not is_lost_peer(ValueError("Connection closed by peer"))
 
