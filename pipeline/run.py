@@ -31,13 +31,13 @@ from pipeline.results.journal import END, START
 from pipeline.results.lock import RunLock
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
 from pipeline.results.provenance import describe_start
+from pipeline.results.restarts import was_started_before
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.starts import GROUP, differences, read_starts, record_start, run_id, was_started_by
+from pipeline.results.starts import GROUP, differences, read_starts, record_start, run_id
 from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
-from pipeline.runtime.process_marks import launcher_mark
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
 from pipeline.tracking.blocks import WARNING_MARK, first_block, last_block, next_line, step_lines
@@ -56,7 +56,7 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
     """Run an experiment as far as it goes and return where it stands; ``watch`` may put a witness into its stages."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
-    if _goes_on(paths, processes):
+    if was_started_before(paths, processes):
         # What was asked has been done by the processes before this restart; what is left is to go on.
         arguments = replace(arguments, mode=AUTO)
     found = processes.on_rank_zero(lambda: look(paths))
@@ -65,13 +65,6 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
         return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
     action = processes.on_rank_zero(lambda: decide(arguments, paths, found))
     return _Run(arguments, paths, processes, disk or Disk(), watch or _nobody).execute(action)
-
-
-def _goes_on(paths: ExperimentPaths, processes: Processes) -> bool:
-    """Tell whether torchrun has started these processes again: after a failure, or as a machine came or went."""
-    launchers = [launcher for launcher in processes.gather(launcher_mark()) if launcher]
-    was_restarted = processes.any(processes.was_restarted)
-    return was_restarted or processes.on_rank_zero(lambda: was_started_by(paths, launchers))
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:

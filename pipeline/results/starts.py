@@ -34,13 +34,6 @@ def run_id(paths: ExperimentPaths) -> str:
     return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def was_started_by(paths: ExperimentPaths, launchers: list[str]) -> bool:
-    """Tell whether one of these torchruns has made the latest start already."""
-    starts = read_starts(paths)
-    known = starts[-1].get("launchers") if starts else None
-    return isinstance(known, list) and any(launcher in known for launcher in launchers)
-
-
 def _parsed(line: str) -> dict[str, Any]:
     """Keep a line that cannot be read for those who can make something of it."""
     try:
