@@ -57,11 +57,10 @@ def check_equal_to_rounding(reference: Path, home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_machine_that_dies_and_comes_back_costs_no_word(
-    machines: Machines, home: Path, undisturbed: Undisturbed
-) -> None:
-    """The other goes on alone, both go on together, and --reset is asked for once, not at every change."""
-    prepare(home, SLOW)
+def test_machine_that_dies_and_comes_back_changes_no_bit(machines: Machines, home: Path, tmp_path: Path) -> None:
+    """The other goes on alone, then both do, exactly; --reset was asked for once, and is not done at every change."""
+    for folder, files in ((home, SLOW), (tmp_path / "reference", None)):
+        prepare(folder, files, gradient_reduction="exact")
     agents = machines.start_both(home, *RESET, options=ELASTIC)
     machines.wait_for(lambda: world_sizes(home)[-1:] == [2] and epoch(home) >= 1)
     machines.kill(1)
@@ -69,7 +68,8 @@ def test_machine_that_dies_and_comes_back_costs_no_word(
     agents.append(machines.start(1, home, *RESET, options=ELASTIC))
     machines.wait_for(lambda: world_sizes(home)[-2:] == [1, 2])
     assert [agents[0].wait(), agents[2].wait()] == [0, 0], machines.said()
-    check_equal_to_rounding(undisturbed(2), home)
+    assert run_process(tmp_path / "reference", nproc=2).returncode == 0
+    check_same(tmp_path / "reference", home)
 
 
 @pytest.mark.slow
@@ -83,6 +83,17 @@ def test_machine_that_dies_ends_a_run_of_fixed_size(machines: Machines, home: Pa
     assert agents[0].text().count("another process of this run has failed or was killed") == 1
     assert run_process(home, "--resume", nproc=2).returncode == 0
     check_same(undisturbed(2), home)
+
+
+@pytest.mark.slow
+def test_machine_that_hosts_the_rendezvous_takes_the_run_with_it(machines: Machines, home: Path) -> None:
+    """Nobody can meet any more: the other ends instead of waiting, though it has restarts left."""
+    prepare(home, SLOW)
+    agents = machines.start_both(home, options=ELASTIC)
+    machines.wait_for(lambda: world_sizes(home)[-1:] == [2] and epoch(home) >= 1)
+    machines.kill(0)
+    assert agents[1].wait() == 1
+    assert agents[1].text().count("another process of this run has failed or was killed") == 1
 
 
 @pytest.mark.slow
