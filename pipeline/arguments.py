@@ -79,7 +79,9 @@ def has_launcher() -> bool:
 def command_line(experiment: str, home: Path, *words: str) -> str:
     """Return the line that runs an experiment the way this process was run."""
     nproc = os.environ.get("LOCAL_WORLD_SIZE")
-    launcher = f"torchrun --nproc-per-node={nproc}" if nproc else "python"
+    num_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+    several = f" --nnodes={num_machines} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT" if num_machines != "1" else ""
+    launcher = f"torchrun{several} --nproc-per-node={nproc}" if nproc else "python"
     return " ".join([launcher, "training_pipeline.py", experiment, *_home_option(home), *words])
 
 

@@ -15,17 +15,23 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from pipeline.arguments import Arguments, command_line, is_rank_zero
+from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_zero
 from pipeline.errors import PipelineError
 from pipeline.experiment.user_code import author_frames
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.store import peek
 from pipeline.run import Watch, run
+from pipeline.runtime.last_resort import end_launcher_later, may_start_again
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
-from pipeline.runtime.processes import Processes, is_lost_peer
+from pipeline.runtime.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
 
 _INTERRUPTED = "Interrupted."
 _LOST_PEER = "Ended because another process of this run has failed or was killed."
+_SILENT_PEER = (
+    "Ended because another process of this run did not answer for {:g} minutes ({}): it stands still, or its machine "
+    "or the network has failed."
+)
+_LOST_MACHINE = "Machine {} has not answered for {} seconds: it, or the network to it, has failed. This side ends."
 _CONTINUE = " The last commit is intact; continue with --auto."
 # What all processes do at the same moment is told by the first of them.
 _TO_FAIL = "to fail"
@@ -52,6 +58,7 @@ def join_and_act(act: Callable[[Processes], object], paths: ExperimentPaths | No
     processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
         processes = Processes.join()
+        processes.watch_machines(lambda host, seconds: _leave_alone(host, seconds, paths))
         act(processes)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         return conclude_failure(error, processes, paths)
@@ -68,6 +75,16 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _leave_alone(host: str, seconds: int, paths: ExperimentPaths | None) -> NoReturn:
+    """End while the run waits for a machine that will not answer; what it is writing is as after a kill."""
+    told = PipelineError(_LOST_MACHINE.format(host, seconds) + (_CONTINUE if paths else ""))
+    LOGGER.error(told)
+    _record_told(told)
+    if has_launcher() and not may_start_again():
+        end_launcher_later()
+    leave(1)
+
+
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
     """Tell what happened, once over all processes, and return the exit code."""
     if isinstance(error, PipelineError):
@@ -77,13 +94,19 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
         return 1
     if is_lost_peer(error):
         if processes.is_first("to miss another"):
-            LOGGER.warning(_LOST_PEER + (_CONTINUE if paths else ""))
+            LOGGER.warning(_lost_peer(error) + (_CONTINUE if paths else ""))
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
         time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
         log_file_only(_whole(error))
         return 1
     _tell_crash(error, processes, paths)
     return 1
+
+
+def _lost_peer(error: BaseException) -> str:
+    if not is_silent_peer(error):
+        return _LOST_PEER
+    return _SILENT_PEER.format(longest_wait().total_seconds() / 60, TIMEOUT_VARIABLE)
 
 
 def _conclude_told(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> int:

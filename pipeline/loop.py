@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.machinery import Machinery
 from pipeline.progress import EVALUATION, TRAINING, Progress
 from pipeline.results.journal import EPOCH
+from pipeline.runtime.accelerators import memory_in_mb
 from pipeline.runtime.durable import Changes
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.randomness import key_generators
@@ -17,7 +18,7 @@ from pipeline.stages.gradients import Wishes
 from pipeline.stages.training import StepReport
 from pipeline.tracking.bar import ProgressBar
 from pipeline.tracking.blocks import latest_values
-from pipeline.tracking.lines import memory_in_mb, shown_losses, shown_rates, train_line, val_line
+from pipeline.tracking.lines import shown_losses, shown_rates, train_line, val_line
 from pipeline.tracking.pace import Pace
 from pipeline.tracking.publisher import Publisher
 

@@ -31,6 +31,7 @@ from pipeline.results.journal import END, START
 from pipeline.results.lock import RunLock
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
 from pipeline.results.provenance import describe_start
+from pipeline.results.restarts import was_started_before
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
 from pipeline.results.starts import GROUP, differences, read_starts, record_start, run_id
@@ -55,7 +56,7 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
     """Run an experiment as far as it goes and return where it stands; ``watch`` may put a witness into its stages."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
-    if processes.was_restarted:
+    if was_started_before(paths, processes):
         # What was asked has been done by the processes before this restart; what is left is to go on.
         arguments = replace(arguments, mode=AUTO)
     found = processes.on_rank_zero(lambda: look(paths))

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 import torch
 
 from pipeline.errors import PipelineError
+from pipeline.runtime.accelerators import wait_for_copies
 from pipeline.runtime.durable import Writer
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -36,8 +37,7 @@ class Snapshots:
             )
         seen: dict[Any, torch.Tensor] = {}
         held = self._copy(state, name, seen) if self._copies else state
-        if any(buffer.is_pinned() for buffer in seen.values()):
-            torch.cuda.synchronize()
+        wait_for_copies(list(seen.values()))
         return _tensor_writer(held), _num_bytes(held)
 
     def _copy(self, value: Any, path: str, seen: dict[Any, torch.Tensor]) -> Any:

@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from pipeline.paths import ExperimentPaths
-from pipeline.results.lock import process_mark, read_json
+from pipeline.results.lock import read_json
 from pipeline.results.starts import read_starts
+from pipeline.runtime.process_marks import process_mark
 from pipeline.runtime.regular_files import replace_text
 from pipeline.runtime.scheduler import own_jobs, standing
 

@@ -30,6 +30,7 @@ from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
 from pipeline.runtime.durable import Disk, bytes_writer, json_writer
 from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.process_marks import process_mark
 from pipeline.runtime.regular_files import read_regular
 
 SECONDS_BETWEEN_BEATS = 3.0
@@ -255,15 +256,6 @@ def _this_owner() -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "job": os.environ.get("SLURM_JOB_ID"),
     }
-
-
-def process_mark(pid: Any) -> str | None:
-    """Return what tells a process from every other, also from a later one with its number; None if it is gone."""
-    fields = _content(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
-    if not fields or fields[0] == b"Z":
-        return None
-    boot = _content(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
-    return f"{boot} {fields[19].decode()}"
 
 
 def _described(paths: ExperimentPaths) -> str:

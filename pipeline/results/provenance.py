@@ -16,6 +16,8 @@ import torch
 
 import pipeline
 from pipeline.progress import Progress
+from pipeline.runtime.accelerators import device_name
+from pipeline.runtime.process_marks import launcher_mark
 from pipeline.runtime.processes import Processes
 
 
@@ -30,7 +32,8 @@ def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
         "from": progress.as_json(),
         "world_size": processes.world_size,
         "backend": processes.backend,
-        "devices": processes.gather(_device_name(processes.device)),
+        "devices": processes.gather(device_name(processes.device)),
+        "launchers": processes.gather(launcher_mark()),
         "threads": torch.get_num_threads(),
         "pipeline": pipeline.__version__,
         "torch": torch.__version__,
@@ -38,10 +41,6 @@ def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
         "python": platform.python_version(),
         **_git(),
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
 def _git() -> dict[str, Any]:

@@ -12,16 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from pipeline.arguments import has_launcher
-from pipeline.errors import PipelineError, UsageError
+from pipeline.errors import PipelineError
 from pipeline.paths import number_variable
+from pipeline.runtime.accelerators import CPU, backend_of, bound_device, choose_device
+from pipeline.runtime.contact import has_several_machines, keep_contact, seconds_until_lost
+from pipeline.runtime.meeting import meet
 
 Result = TypeVar("Result")
-_CPU = torch.device("cpu")
 _SECONDS_OF_PATIENCE = 5.0
+# The last is what gloo says to everyone who asks again after it has waited in vain.
+_WORDS_OF_LOSS = ("gloo", "Connection closed by peer", "Application timeout caused pair closure")
 TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 
@@ -34,7 +37,7 @@ class Processes:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = _CPU
+    device: torch.device = CPU
     store: Store | None = None
 
     @classmethod
@@ -42,17 +45,28 @@ class Processes:
         """Join the process group torchrun describes; alone, join nothing."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
-            device = _device(int(os.environ.get("LOCAL_RANK", "0")))
-            timeout = timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30))
+            device, timeout = choose_device(), longest_wait()
         except PipelineError as error:
             # Every rank finds the same before it can talk to the others.
             raise error.shared() from None
         rank, store = int(os.environ.get("RANK", "0")), None
         if world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            store = _meeting_place(timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            store = meet(rank, world_size, timeout)
+            dist.init_process_group(
+                backend_of(device),
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=bound_device(device),
+            )
         return cls(rank, world_size, device, store)
+
+    def watch_machines(self, on_loss: Callable[[str, int], None]) -> None:
+        """Have someone told, in a thread, when another machine has not answered for how many seconds."""
+        limit = seconds_until_lost(longest_wait())
+        if self.store is not None and has_several_machines():
+            keep_contact(self.rank, self.store, limit, lambda host: on_loss(host, limit))
 
     @property
     def is_rank_zero(self) -> bool:
@@ -69,8 +83,8 @@ class Processes:
 
     @property
     def was_restarted(self) -> bool:
-        """Tell whether torchrun has started the processes again after a failure."""
-        return _num_restarts() > 0
+        """Tell whether torchrun has started this process again after a failure."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
     @property
     def backend(self) -> str:
@@ -94,7 +108,7 @@ class Processes:
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=_CPU)
+        dist.broadcast_object_list(box, src=0, device=CPU)
         return box[0]
 
     def gather(self, value: Result) -> list[Result]:
@@ -162,26 +176,14 @@ class Processes:
         return answer  # type: ignore[return-value]
 
 
-def _num_restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def longest_wait() -> timedelta:
+    """Return how long a process waits for the others."""
+    return timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30))
 
 
 def _ask(store: Store, key: str, answers: list[int]) -> None:
     with contextlib.suppress(RuntimeError):
         answers.append(store.add(key, 1))
-
-
-def _meeting_place(timeout: timedelta) -> Store:
-    """Return the store in which the processes find each other, without what dead ones have left in it.
-
-    After a failure, a torchrun that is alone keeps its store, and with it the addresses of the processes before:
-    whoever reads one of those waits for nobody. Where several torchruns work together they find a new store each
-    time, and may not agree on the number of restarts.
-    """
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
-    return PrefixStore(f"restart_{_num_restarts() if is_alone else 0}", store)
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError | None]:
@@ -192,25 +194,14 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError
         return None, error
 
 
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return _CPU
-    num_processes, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if num_processes > num_gpus:
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise UsageError(
-            f"{num_processes} processes on this machine need {num_processes} GPUs, but {num_gpus} can be seen; "
-            + ("CUDA_VISIBLE_DEVICES is not set." if chosen is None else f"CUDA_VISIBLE_DEVICES is {chosen!r}."),
-            f"torchrun --nproc-per-node={num_gpus} …, or let CUDA_VISIBLE_DEVICES name {num_processes} GPUs",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Tell whether an exception only says that another process has gone."""
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed by peer" in text)
+    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS_OF_LOSS)
+
+
+def is_silent_peer(error: BaseException) -> bool:
+    """Tell whether an exception says that another process was waited for in vain."""
+    return is_lost_peer(error) and "timed out waiting" in str(error).lower()

@@ -14,6 +14,8 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 
+from pipeline.runtime.accelerators import seed_accelerators
+
 
 def key_generators(*key: Hashable) -> None:
     """Set the global generators of python, numpy and torch to the state that belongs to ``key``."""
@@ -23,8 +25,7 @@ def key_generators(*key: Hashable) -> None:
     np.random.seed(int.from_bytes(digest[16:], "little"))
     # torch.manual_seed also asks every accelerator library whether it is there, which costs 100 times as much.
     torch.default_generator.manual_seed(torch_seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(torch_seed)
+    seed_accelerators(torch_seed)
 
 
 def keyed_permutation(size: int, *key: Hashable) -> np.ndarray:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Mapping
-
-import torch
 
 from pipeline.components import Losses
 
@@ -43,10 +40,3 @@ def shown_losses(
 def shown_rates(rates: Mapping[str, Mapping[str, float]]) -> str:
     """Return the learning rates in force, those that are alike only once."""
     return "/".join(dict.fromkeys(f"{rate:.3e}" for groups in rates.values() for rate in groups.values()))
-
-
-def memory_in_mb(device: torch.device) -> int:
-    """Return the peak memory of this process: of its GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -18,7 +18,7 @@ from pipeline.results.comparison import first_difference
 from pipeline.results.overview import describe
 from pipeline.results.states import LIVE, NEW, state_of
 from tests.support.experiments import write_experiment
-from tests.support.running import SECONDS, environment
+from tests.support.running import SECONDS, BackgroundRun, environment, run_process
 
 SLOW = {"training": {"checkpoint_every_steps": 1}, "data_loading": {"step_min_items": 4}}
 
@@ -109,15 +109,23 @@ def test_stage_two_does_not_start_after_a_failure(home: Path) -> None:
 
 @pytest.mark.slow
 def test_experiments_side_by_side_do_not_disturb_each_other(home: Path) -> None:
-    """Two at once, on devices and ports of their own, end as one alone does; a crash of a third harms neither."""
+    """Two that were launched and two torchruns by hand end as one alone does; a crash of a fifth harms none of them."""
     write_experiment(home, "broken", files={"pymodules/module_transforms/b.py": RAISES})
-    everyone = [ExperimentPaths(home, name) for name in ("tiny", "second", "broken")]
-    verb(home, "launch", "tiny:0,1", "second:2,3", "broken:4")
-    wait_until_over(*everyone)
-    assert [state_of(paths) for paths in everyone] == ["finished", "finished", "unfinished"]
-    assert describe(everyone[2])["ended"]["outcome"] == "failed"
-    assert "no such column" in describe(everyone[2])["ended"]["errors"][0]["error"]
-    assert first_difference(everyone[0].data, everyone[1].data) is None
+    for name in ("by_hand", "by_hand_too", "alone"):
+        write_experiment(home, name)
+    tiny, second, broken = launched = [ExperimentPaths(home, name) for name in ("tiny", "second", "broken")]
+    with (
+        BackgroundRun(home, name="by_hand", nproc=2) as first,
+        BackgroundRun(home, name="by_hand_too", nproc=2) as other,
+    ):
+        verb(home, "launch", "tiny:0,1", "second:2,3", "broken:4")
+        assert [first.wait(), other.wait()] == [0, 0], first.text() + other.text()
+    wait_until_over(*launched)
+    assert [state_of(paths) for paths in launched] == ["finished", "finished", "unfinished"]
+    assert "no such column" in describe(broken)["ended"]["errors"][0]["error"]
+    assert run_process(home, name="alone", nproc=2).returncode == 0
+    alone, *by_hand = (ExperimentPaths(home, name) for name in ("alone", "by_hand", "by_hand_too"))
+    assert [first_difference(alone.data, paths.data) for paths in (tiny, second, *by_hand)] == [None] * 4
 
 
 RAISES = """

@@ -93,12 +93,12 @@ class BackgroundRun:
 
     def worker_pids(self) -> list[int]:
         """Return the training processes in the order of their ranks."""
-        return sorted((pid for pid in self.pids() if _parent(pid) == self.process.pid), key=_rank)
+        return sorted((pid for pid in self.pids() if parent_of(pid) == self.process.pid), key=_rank)
 
     def loader_pids(self, rank: int) -> list[int]:
         """Return the loader workers of one training process."""
         owner = self.worker_pids()[rank]
-        return [pid for pid in self.pids() if _parent(pid) == owner]
+        return [pid for pid in self.pids() if parent_of(pid) == owner]
 
     def kill(self) -> None:
         """Kill everything at once, as a power cut would."""
@@ -142,7 +142,7 @@ def send(pid: int, number: int) -> None:
         return
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     try:
         return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -175,7 +175,8 @@ def describe(pid: int) -> str:
     try:
         state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f"rank {_rank(pid)} of parent {_parent(pid)} in state {state} at {(entry / 'wchan').read_text()}: {line}"
+        where = (entry / "wchan").read_text()
+        return f"rank {_rank(pid)} of parent {parent_of(pid)} in state {state} at {where}: {line}"
     except OSError:
         return f"process {pid}, which has just gone"
 

@@ -82,6 +82,9 @@ def test_launched_experiments_share_the_machine(several: Path, capsys: pytest.Ca
     ("words", "said"),
     [
         (("launch", "tiny:0-1", "second:1-2"), "tiny and second must not share GPUs, but both have 1."),
+        (("launch", "tiny:0", "second:0"), "tiny and second must not share GPUs, but both have 0."),
+        (("launch", "tiny:0,3", "second:1", "third:2,3"), "tiny and third must not share GPUs, but both have 3."),
+        (("launch", "tiny:0", "then", "second:1", "third:1"), "tiny and third must not share GPUs, but both have 1."),
         (("launch", "tiny", "tiny"), "tiny must be launched once only."),
         (("launch", "then", "tiny"), "'then' must stand between two experiments."),
         (("launch", "tiny", "then"), "'then' must stand between two experiments."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from pipeline.errors import StateConflict
 from pipeline.runtime import processes
-from pipeline.runtime.processes import Processes, _meeting_place, is_lost_peer
+from pipeline.runtime.processes import Processes, is_lost_peer, is_silent_peer
 
 
 def refuse() -> None:
@@ -69,24 +68,16 @@ def test_restart_by_torchrun_is_known(count: str, expected: bool) -> None:
 def test_lost_peer_is_told_from_a_bug() -> None:
     """Only what the other process's end causes counts as its loss."""
     assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert is_lost_peer(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost_peer(RuntimeError("shapes do not match"))
     assert not is_lost_peer(ValueError("Connection closed by peer"))
 
 
-@pytest.mark.parametrize(("num_launchers", "is_shared"), [("1", False), ("2", True)])
-def test_restarted_processes_do_not_find_the_addresses_of_dead_ones(
-    monkeypatch: pytest.MonkeyPatch, num_launchers: str, is_shared: bool
-) -> None:
-    """One torchrun keeps its store over restarts; several agree on a new one, but not on the number of restarts."""
-    limit = timedelta(seconds=20)
-    server = torch.distributed.TCPStore("localhost", 0, 1, is_master=True, timeout=limit, wait_for_workers=False)
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port)}
-    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": num_launchers}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    _meeting_place(limit).set("address", "of a process that was killed")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _meeting_place(limit).check(["address"]) == is_shared
+def test_silent_peer_is_told_from_one_that_ended() -> None:
+    """Who waited in vain should not be told of a crash."""
+    assert is_silent_peer(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 15000ms for recv"))
+    assert not is_silent_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert not is_silent_peer(TimeoutError("timed out waiting"))
 
 
 def test_first_of_all_processes_is_found_by_their_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,10 @@ import math
 import re
 
 import pytest
-import torch
 
 from pipeline.components import Losses, LossRecord
 from pipeline.runtime.wording import shown_duration
 from pipeline.tracking.lines import (
-    memory_in_mb,
     shown_losses,
     shown_rates,
     train_line,
@@ -84,8 +82,3 @@ def test_rates_that_are_alike_are_shown_once() -> None:
 def test_duration_reads_as_a_clock(seconds: float, text: str) -> None:
     """Seconds are rounded and grouped."""
     assert shown_duration(seconds) == text
-
-
-def test_memory_is_that_of_this_process() -> None:
-    """On a CPU the resident memory is told in megabytes."""
-    assert 10 < memory_in_mb(torch.device("cpu")) < 100_000
