@@ -92,7 +92,7 @@ def build_machinery(
         processes=processes,
         experiment=experiment,
         records=records,
-        parts=PersistedParts(experiment, records),
+        parts=PersistedParts(experiment, records, processes),
         module_transforms=transforms,
         engine=engine,
         runners=(train, val),
