@@ -102,6 +102,9 @@ class Loop:
                 bar.advance()
         if self._m.processes.is_rank_zero:
             self._publisher.keep_images(epoch, lambda: self._m.pictures.take(epoch))
+        elif self._m.experiment.is_sharded:
+            # No rank can run a sharded module alone.
+            self._m.pictures.take(epoch)
         following = self._judge(progress)
         self._note_epoch("val", epoch)
         values = shown_losses(self._m.records.losses, "val", self._weights())

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
 from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
+from pipeline.experiment.sharding import spread_like
 from pipeline.paths import ExperimentPaths, check_name, pool_file, results_names
 from pipeline.runtime.sharded_files import load_state, names_in
 
@@ -157,7 +158,8 @@ def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource
         yield f"the weights of {path} must fit the module, but:{listed}\n    fix: {_FIX}"
         return
     try:
-        module.load_state_dict({key: weights[key] for key in own if key in weights}, strict=source.strict)
+        fitting = {key: spread_like(own[key], weights[key]) for key in own if key in weights}
+        module.load_state_dict(fitting, strict=source.strict)
     except RuntimeError as error:
         # Tensors of the right shape can still be of a kind that cannot be copied, such as quantised ones.
         yield f"the weights of {path} must fit the module, but: {' '.join(str(error).split())}"
