@@ -23,7 +23,7 @@ from pipeline.experiment.contracts import ContractReader
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
 from pipeline.experiment.settings import Contents, Settings, read_contents
-from pipeline.experiment.sharding import DeviceMesh, shard_modules, sharding_problems
+from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
 from pipeline.experiment.user_code import user_problem
 from pipeline.runtime.randomness import key_generators
 
@@ -73,8 +73,8 @@ def assemble(folder: Path, settings: Settings, device: torch.device, mesh: Devic
     _raise(list(unevaluated_registers(components, settings, splits, folder)))
     _raise(list(sharding_problems(components, settings.training, folder)))
     _place_modules(components, device)
-    if mesh is not None:
-        shard_modules(components, mesh)
+    for definition in components.modules.values() if mesh is not None else ():
+        shard_module(definition, mesh)
     if settings.training.sync_batchnorm:
         _check_sync_batchnorm(components, device)
     optimizers = _create_optimizers(components, folder)

@@ -91,16 +91,14 @@ def _units(definition: ModuleDefinition) -> list[tuple[str, nn.Module]]:
     return sorted(matched, key=lambda one: -one[0].count("."))
 
 
-def shard_modules(components: Components, mesh: DeviceMesh) -> None:
-    """Spread modules over the processes of a mesh: each, and each unit within it, is gathered when it is called."""
+def shard_module(definition: ModuleDefinition, mesh: DeviceMesh) -> None:
+    """Spread a module over the processes of a mesh: it, and each unit within it, is gathered when it is called."""
     from torch.distributed.fsdp import fully_shard
 
-    for definition in components.modules.values():
-        if _is_spread(definition):
-            for _, unit in _units(definition):
-                if next(unit.parameters(), None) is not None:
-                    fully_shard(unit, mesh=mesh)
-            fully_shard(definition.module, mesh=mesh)
+    if _is_spread(definition):
+        for _, unit in (*_units(definition), ("", definition.module)):
+            if next(unit.parameters(), None) is not None:
+                fully_shard(unit, mesh=mesh)
 
 
 def spread_like(own: Any, value: Any) -> Any:
