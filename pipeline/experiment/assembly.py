@@ -73,8 +73,9 @@ def assemble(folder: Path, settings: Settings, device: torch.device, mesh: Devic
     _raise(list(unevaluated_registers(components, settings, splits, folder)))
     _raise(list(sharding_problems(components, settings.training, folder)))
     _place_modules(components, device)
-    for definition in components.modules.values() if mesh is not None else ():
-        shard_module(definition, mesh)
+    if mesh is not None:
+        for definition in components.modules.values():
+            shard_module(definition, mesh)
     if settings.training.sync_batchnorm:
         _check_sync_batchnorm(components, device)
     optimizers = _create_optimizers(components, folder)
