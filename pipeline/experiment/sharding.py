@@ -24,7 +24,6 @@ else:
     DeviceMesh = Any
 
 _SHOWN = 20
-_TRAINING = "settings/training.json"
 
 
 def mesh_of(processes: Processes, settings: TrainingSettings) -> DeviceMesh | None:
@@ -43,14 +42,6 @@ def sharding_problems(components: Components, settings: TrainingSettings, folder
         yield from (Problem(where, what) for what in _unmatched(definition))
         if settings.parallelism == FSDP and _is_spread(definition):
             yield from (Problem(where, what) for what in _unfit(definition))
-    if settings.parallelism != FSDP:
-        return
-    if settings.gradient_reduction != "fast":
-        what = f"must be fast with parallelism: fsdp, but is {settings.gradient_reduction}"
-        yield Problem(f"{_TRAINING} (gradient_reduction)", what, "set it to fast, or parallelism to ddp")
-    if settings.sync_batchnorm:
-        what = "must be false with parallelism: fsdp, but is true"
-        yield Problem(f"{_TRAINING} (sync_batchnorm)", what, "set it to false, or parallelism to ddp")
 
 
 def _is_spread(definition: ModuleDefinition) -> bool:
