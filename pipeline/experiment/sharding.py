@@ -17,6 +17,7 @@ from pipeline.errors import Problem
 from pipeline.experiment.definitions import Components, ModuleDefinition
 from pipeline.experiment.settings import FSDP, TrainingSettings
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.shard_index import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
@@ -94,7 +95,7 @@ def shard_module(definition: ModuleDefinition, mesh: DeviceMesh) -> None:
 
 def spread_like(own: Any, value: Any) -> Any:
     """Return a whole tensor as what a module has in its place: this rank's shard of it, or itself."""
-    if not hasattr(own, "device_mesh") or not isinstance(value, torch.Tensor):
+    if not is_sharded(own) or not isinstance(value, torch.Tensor):
         return value
     from torch.distributed.tensor import distribute_tensor
 

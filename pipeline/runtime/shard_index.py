@@ -49,8 +49,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
     A sharded tensor is told by what it can do: to import its class would make every start of torch half as long again.
     """
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")
 
 
 def parse_index(content: bytes, sizes: Mapping[str, int]) -> list[StoredTensor]:
