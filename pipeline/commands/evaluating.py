@@ -17,6 +17,7 @@ from pipeline.experiment.contracts import takes
 from pipeline.experiment.datasets import Fingerprints, changed_splits, fingerprint_splits
 from pipeline.experiment.persisted import restore_counters
 from pipeline.experiment.settings import parse_settings, read_contents
+from pipeline.experiment.sharding import mesh_of
 from pipeline.experiment.shards import targets_in
 from pipeline.machinery import create_module_transforms
 from pipeline.paths import ExperimentPaths
@@ -92,7 +93,7 @@ def _restored(paths: ExperimentPaths, processes: Processes, request: Request) ->
 
     with hold_together(paths, processes, needed) as (manifest, held):
         processes.on_rank_zero(lambda: _check_copy(paths, manifest, request))
-        experiment = processes.together(lambda: _assemble(paths, processes, request))
+        experiment = _assemble(paths, processes, request)
         processes.on_rank_zero(lambda: _check_points(experiment, request.split))
         splits = _same_splits(experiment, processes)
         _warn_of_changes(paths, changed_splits(manifest.fingerprints, splits), processes)
@@ -113,10 +114,11 @@ def _check_copy(paths: ExperimentPaths, manifest: Manifest, request: Request) ->
 
 
 def _assemble(paths: ExperimentPaths, processes: Processes, request: Request) -> Experiment:
-    settings = parse_settings(read_contents(paths.results / "settings"))
+    settings = processes.together(lambda: parse_settings(read_contents(paths.results / "settings")))
     if settings.training.deterministic:
         set_deterministic()
-    return assemble_for_evaluation(paths.results / "pymodules", settings, processes.device, request.split)
+    mesh, folder, device = mesh_of(processes, settings.training), paths.results / "pymodules", processes.device
+    return processes.together(lambda: assemble_for_evaluation(folder, settings, device, request.split, mesh))
 
 
 def _check_points(experiment: Experiment, split: str) -> None:

@@ -72,10 +72,7 @@ def assemble(folder: Path, settings: Settings, device: torch.device, mesh: Devic
     _raise(problems)
     _raise(list(unevaluated_registers(components, settings, splits, folder)))
     _raise(list(sharding_problems(components, settings.training, folder)))
-    _place_modules(components, device)
-    if mesh is not None:
-        for definition in components.modules.values():
-            shard_module(definition, mesh)
+    _place_modules(components, device, mesh)
     if settings.training.sync_batchnorm:
         _check_sync_batchnorm(components, device)
     optimizers = _create_optimizers(components, folder)
@@ -86,13 +83,15 @@ def assemble(folder: Path, settings: Settings, device: torch.device, mesh: Devic
     return Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
 
 
-def assemble_for_evaluation(folder: Path, settings: Settings, device: torch.device, split: str) -> Experiment:
+def assemble_for_evaluation(
+    folder: Path, settings: Settings, device: torch.device, split: str, mesh: DeviceMesh | None = None
+) -> Experiment:
     """Put together what the evaluation of one split needs: no optimizers, and no other split."""
     components = _read_components(folder, settings)
     splits, problems = read_splits(components, folder, [split])
     _raise(problems)
-    _place_modules(components, device)
-    return Experiment(settings, components, splits, {}, {}, device, folder)
+    _place_modules(components, device, mesh)
+    return Experiment(settings, components, splits, {}, {}, device, folder, mesh is not None)
 
 
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
@@ -123,13 +122,15 @@ def _raise(problems: list[Problem]) -> None:
         raise InvalidExperiment(problems)
 
 
-def _place_modules(components: Components, device: torch.device) -> None:
+def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
     for definition in components.modules.values():
         definition.module.to(device)
         if definition.frozen:
             definition.module.requires_grad_(False).eval()
         if definition.compile:
             definition.module.compile()
+        if mesh is not None:
+            shard_module(definition, mesh)
 
 
 def _check_sync_batchnorm(components: Components, device: torch.device) -> None:

@@ -15,15 +15,15 @@ from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.buffers import kept_buffers
 from pipeline.stages.losses import LossLedger, total_losses
-from pipeline.stages.plan import Place, PlannedBatch, Turn, deal_rounds, evaluation_places
+from pipeline.stages.plan import PlannedBatch, Turn, deal_rounds, evaluation_places
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
 
 
-Observer = Callable[[Place, PlannedBatch, Any], None]
+Observer = Callable[[Turn, PlannedBatch, Any], None]
 
 
-def _nobody(place: Place, planned: PlannedBatch, batch: Any) -> None:
+def _nobody(turn: Turn, planned: PlannedBatch, batch: Any) -> None:
     """Look at nothing."""
 
 
@@ -63,7 +63,7 @@ class EvaluationPass:
             losses = self._runner.losses(batch, turn.place, (*planned.key, "evaluate"))
             if not turn.is_stand_in:
                 self._ledger.add(0, turn.position, losses)
-                observe(turn.place, planned, batch)
+            observe(turn, planned, batch)
 
     def collect(self) -> np.ndarray:
         """Return the sums per batch and register of all ranks; batches of other shards have 0."""

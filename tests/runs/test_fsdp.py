@@ -16,9 +16,11 @@ from pipeline.__main__ import main
 from pipeline.results.comparison import first_difference, read_any
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.safe_loading import load_tensors
+from tests.runs.test_evaluate import evaluate
 from tests.support.experiments import FILES, write_experiment
 from tests.support.reshard import reshard
 from tests.support.running import environment, run_inside, run_process
+from tests.unit.commands.test_evaluate import EXPERIMENT
 
 FSDP = {"parallelism": "fsdp"}
 _TRANSFORM = "pymodules/module_transforms/a.py"
@@ -176,6 +178,21 @@ def test_weights_go_from_one_layout_to_the_other(tmp_path: Path, source: str, tr
     paths = [pools[0] / "head_b", pools[1] / "head_a"]
     found = [arrays(read_any(path if path.is_dir() else path.with_suffix(".pt"))) for path in paths]
     assert all((found[0][key] == value).all() for key, value in found[1].items())
+
+
+@pytest.mark.slow
+def test_sharded_evaluation_predicts_every_item_once(tmp_path: Path) -> None:
+    """Three processes that hold shards evaluate and predict, to the bit, what one with whole modules does."""
+    write_experiment(tmp_path, files=EXPERIMENT, training=FSDP)
+    run_inside(tmp_path, "--stop-after-epoch", "0")
+    words = ("tiny", "--split", "train", "--out")
+    done = evaluate(tmp_path, *words, f"{tmp_path}/many.pt", nproc=3)
+    assert done.returncode == 0, done.stderr
+    assert main(["evaluate", *words, f"{tmp_path}/one.pt", "--data-home", str(tmp_path)]) == 0
+    one, many = (load_tensors(tmp_path / f"{name}.pt") for name in ("one", "many"))
+    assert many["values"] == one["values"]
+    for name, column in one["predictions"]["a"].items():
+        assert torch.equal(column, many["predictions"]["a"][name])
 
 
 @pytest.mark.slow
