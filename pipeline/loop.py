@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pipeline.machinery import Machinery
@@ -102,6 +103,9 @@ class Loop:
                 bar.advance()
         if self._m.processes.is_rank_zero:
             self._publisher.keep_images(epoch, lambda: self._m.pictures.take(epoch))
+        elif self._m.experiment.is_sharded:
+            # No rank can run a sharded module alone.
+            self._m.pictures.take(epoch)
         following = self._judge(progress)
         self._note_epoch("val", epoch)
         values = shown_losses(self._m.records.losses, "val", self._weights())
@@ -196,12 +200,20 @@ class Loop:
         }
 
     def _commit(self, changes: Callable[[], Changes], progress: Progress) -> None:
-        """Let rank zero begin a commit; what it makes permanent is published once it is complete."""
+        """Let rank zero commit, and all write their shards; what is permanent is published once it is complete."""
+        if self._m.parts.is_sharded:
+            folders = self._m.processes.on_rank_zero(lambda: self._begin_commit(changes, progress))
+            self._m.processes.together(lambda: self._m.parts.write_shards(folders))
+        elif self._m.processes.is_rank_zero:
+            self._begin_commit(changes, progress)
         if self._m.processes.is_rank_zero:
             batch = self._publisher.collect(self.recorded_epoch(progress))
-            self._m.commits.submit(changes, progress, self._run_state(), lambda: self._publisher.send(batch))
+            self._m.commits.complete(lambda: self._publisher.send(batch))
             self.report(progress)
         self._committed_at = time.monotonic()
+
+    def _begin_commit(self, changes: Callable[[], Changes], progress: Progress) -> dict[str, Path]:
+        return self._m.commits.begin(changes, progress, self._run_state())
 
     def commit_prepared(self, progress: Progress) -> None:
         self._commit(self._m.parts.prepared, progress)

@@ -24,6 +24,7 @@ from pipeline.runtime.signals import StopRequests
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.engines.ddp import DdpEngine
 from pipeline.stages.engines.exact import ExactEngine
+from pipeline.stages.engines.fsdp import FsdpEngine
 from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine
 from pipeline.stages.pictures import Pictures
@@ -81,7 +82,7 @@ def build_machinery(
 ) -> Machinery:
     """Put together what an assembled experiment needs to run on these processes."""
     records = Records(experiment.settings.loss_registers, experiment.learning_rates())
-    engine = _ENGINES[experiment.settings.training.gradient_reduction](experiment, processes)
+    engine = _create_engine(experiment, processes)
     transforms: dict[str, Any] = {}
     train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
     training = TrainingStage(experiment, processes, train, engine, records)
@@ -92,7 +93,7 @@ def build_machinery(
         processes=processes,
         experiment=experiment,
         records=records,
-        parts=PersistedParts(experiment, records),
+        parts=PersistedParts(experiment, records, processes),
         module_transforms=transforms,
         engine=engine,
         runners=(train, val),
@@ -107,6 +108,12 @@ def build_machinery(
             paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
         ),
     )
+
+
+def _create_engine(experiment: Experiment, processes: Processes) -> GradientEngine:
+    if experiment.is_sharded:
+        return FsdpEngine(experiment, processes)
+    return _ENGINES[experiment.settings.training.gradient_reduction](experiment, processes)
 
 
 def _check_even_steps(plan: StepPlan, processes: Processes) -> None:

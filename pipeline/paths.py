@@ -162,8 +162,9 @@ class ExperimentPaths:
 
 
 def pool_file(data: Path, pool: str, module: str) -> Path:
-    """Return the file of one module in a weight pool below a data folder."""
-    return data / "module_ckps" / pool / f"{module}.pt"
+    """Return where one module of a weight pool below a data folder is: a folder if it is in shards, else a file."""
+    folder = data / "module_ckps" / pool / module
+    return folder if folder.is_dir() else folder.with_name(f"{module}.pt")
 
 
 def all_experiments(home: Path, folder: str, marker: str) -> list[str]:

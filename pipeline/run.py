@@ -19,6 +19,7 @@ from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, r
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
+from pipeline.experiment.sharding import mesh_of
 from pipeline.experiment.weights import load_initial_weights
 from pipeline.loop import Loop
 from pipeline.machinery import Machinery, build_machinery
@@ -223,7 +224,9 @@ class _Run:
             torch.set_num_threads(settings.training.threads)
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
-        return self._processes.together(lambda: assemble(folder / "pymodules", settings, self._processes.device))
+        mesh = mesh_of(self._processes, settings.training)
+        device = self._processes.device
+        return self._processes.together(lambda: assemble(folder / "pymodules", settings, device, mesh))
 
     def _introduce(self, machinery: Machinery, progress: Progress) -> None:
         """Open the log, write down this start and say what is about to happen."""

@@ -17,6 +17,8 @@ from pipeline.experiment.contracts import takes
 from pipeline.experiment.datasets import Fingerprints, changed_splits, fingerprint_splits
 from pipeline.experiment.persisted import restore_counters
 from pipeline.experiment.settings import parse_settings, read_contents
+from pipeline.experiment.sharding import mesh_of
+from pipeline.experiment.shards import targets_in
 from pipeline.machinery import create_module_transforms
 from pipeline.paths import ExperimentPaths
 from pipeline.results.copies import digest_folder, refuse_edited_copy
@@ -24,6 +26,7 @@ from pipeline.results.manifest import Entry, Manifest
 from pipeline.results.pools import (
     FROZEN,
     HeldFiles,
+    ModuleFiles,
     counter_entries,
     epoch_of,
     hold_together,
@@ -85,11 +88,12 @@ def _restored(paths: ExperimentPaths, processes: Processes, request: Request) ->
     """Return the experiment with the weights of a pool, and what tells it from any other."""
 
     def needed(manifest: Manifest) -> list[Entry]:
-        return [*_weights(paths, manifest, request.pool).values(), *counter_entries(manifest).values()]
+        weights = _weights(paths, manifest, request.pool).values()
+        return [*(entry for files in weights for entry in files.values()), *counter_entries(manifest).values()]
 
     with hold_together(paths, processes, needed) as (manifest, held):
         processes.on_rank_zero(lambda: _check_copy(paths, manifest, request))
-        experiment = processes.together(lambda: _assemble(paths, processes, request))
+        experiment = _assemble(paths, processes, request)
         processes.on_rank_zero(lambda: _check_points(experiment, request.split))
         splits = _same_splits(experiment, processes)
         _warn_of_changes(paths, changed_splits(manifest.fingerprints, splits), processes)
@@ -98,7 +102,7 @@ def _restored(paths: ExperimentPaths, processes: Processes, request: Request) ->
     return experiment, _facts(paths, manifest, request, splits)
 
 
-def _weights(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, Entry]:
+def _weights(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, ModuleFiles]:
     """Return the files of all modules: the pool's, and those of the frozen modules."""
     if pool == FROZEN:
         raise UsageError(f"--pool must name weights that were trained, but {FROZEN} has those of frozen modules only.")
@@ -110,10 +114,11 @@ def _check_copy(paths: ExperimentPaths, manifest: Manifest, request: Request) ->
 
 
 def _assemble(paths: ExperimentPaths, processes: Processes, request: Request) -> Experiment:
-    settings = parse_settings(read_contents(paths.results / "settings"))
+    settings = processes.together(lambda: parse_settings(read_contents(paths.results / "settings")))
     if settings.training.deterministic:
         set_deterministic()
-    return assemble_for_evaluation(paths.results / "pymodules", settings, processes.device, request.split)
+    mesh, folder, device = mesh_of(processes, settings.training), paths.results / "pymodules", processes.device
+    return processes.together(lambda: assemble_for_evaluation(folder, settings, device, request.split, mesh))
 
 
 def _check_points(experiment: Experiment, split: str) -> None:
@@ -147,12 +152,12 @@ def _warn_of_changes(paths: ExperimentPaths, changed: list[str], processes: Proc
         LOGGER.warning("The data is not what %s began with: %s.", paths.name, what)
 
 
-def _restore(experiment: Experiment, weights: dict[str, Entry], held: HeldFiles) -> None:
+def _restore(experiment: Experiment, weights: dict[str, ModuleFiles], held: HeldFiles) -> None:
     for name, module in experiment.components.all_modules.items():
         if name not in weights:
             raise PipelineError(f"Module {name!r} has no weights in this pool.")
         try:
-            module.load_state_dict(held.tensors(weights[name]))
+            module.load_state_dict(held.state(weights[name], targets_in(module)))
         except RuntimeError as error:
             told = " ".join(str(error).split())
             raise PipelineError(f"The committed weights of {name!r} must fit the module, but: {told}") from error
@@ -168,15 +173,16 @@ def _restore_counters(experiment: Experiment, manifest: Manifest, held: HeldFile
 
 def _facts(paths: ExperimentPaths, manifest: Manifest, request: Request, splits: Fingerprints) -> Facts:
     """Return what shards of one evaluation must agree on."""
-    weights = _weights(paths, manifest, request.pool)
+    weights, pool = _weights(paths, manifest, request.pool), pool_entries(paths, manifest, request.pool)
+    digests = {(name, file): one.digest.sha256 for name, files in weights.items() for file, one in files.items()}
     return {
         "experiment": paths.name,
         "split": request.split,
         "pool": request.pool,
         "epoch": epoch_of(manifest, request.pool),
         "steps": steps_of(manifest, request.pool),
-        "commit": max(entry.generation for entry in pool_entries(paths, manifest, request.pool).values()),
-        "weights": fingerprint({name: entry.digest.sha256 for name, entry in weights.items()}),
+        "commit": max(entry.generation for files in pool.values() for entry in files.values()),
+        "weights": fingerprint(digests),
         "code": fingerprint(digest_folder(paths.results)),
         "datasets": splits,
     }

@@ -15,7 +15,7 @@ from pipeline.errors import PipelineError, UnreadableFile, UsageError, nearest
 from pipeline.experiment.weights import modules_in, pick_module, renamed_keys
 from pipeline.paths import ExperimentPaths
 from pipeline.results.manifest import Entry, Manifest
-from pipeline.results.pools import FROZEN, epoch_of, hold_together, pool_entries
+from pipeline.results.pools import FROZEN, ModuleFiles, epoch_of, hold_together, pool_entries
 from pipeline.runtime.durable import Writer
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.safe_loading import SAFETENSORS, load_weights, safetensors_package
@@ -53,7 +53,7 @@ class Exported:
 def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, trained_only: bool) -> list[Exported]:
     """Read a pool and the frozen modules beside it, or one module; damaged files are refused by name."""
 
-    def chosen(manifest: Manifest) -> list[tuple[str, str, Entry]]:
+    def chosen(manifest: Manifest) -> list[tuple[str, str, ModuleFiles]]:
         pools = [pool] if trained_only or pool == FROZEN else [FROZEN, pool]
         found = [(one, *named) for one in pools for named in pool_entries(paths, manifest, one).items()]
         known = [name for _, name, _ in found]
@@ -62,16 +62,19 @@ def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, tr
             raise UsageError(f"{paths.name}:{pool} has no module {module!r}; {told}")
         return [one for one in found if module in (None, one[1])]
 
-    with hold_together(paths, Processes(), lambda one: [entry for *_, entry in chosen(one)]) as (manifest, held):
+    def needed(manifest: Manifest) -> list[Entry]:
+        return [entry for *_, files in chosen(manifest) for entry in files.values()]
+
+    with hold_together(paths, Processes(), needed) as (manifest, held):
         return [
-            Exported(name, f"{paths.name}:{origin}", held.tensors(entry), _place(manifest, origin, entry))
-            for origin, name, entry in chosen(manifest)
+            Exported(name, f"{paths.name}:{origin}", held.state(files), _place(manifest, origin, files))
+            for origin, name, files in chosen(manifest)
         ]
 
 
-def _place(manifest: Manifest, pool: str, entry: Entry) -> str:
-    epoch = epoch_of(manifest, pool)
-    return ("" if epoch is None else f"epoch {epoch}, ") + f"commit {entry.generation}"
+def _place(manifest: Manifest, pool: str, files: ModuleFiles) -> str:
+    epoch, commit = epoch_of(manifest, pool), max(entry.generation for entry in files.values())
+    return ("" if epoch is None else f"epoch {epoch}, ") + f"commit {commit}"
 
 
 def from_file(path: Path, entry: str | None, strip_prefix: str, key_map: Mapping[str, str]) -> list[Exported]:

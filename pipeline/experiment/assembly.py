@@ -23,6 +23,7 @@ from pipeline.experiment.contracts import ContractReader
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
 from pipeline.experiment.settings import Contents, Settings, read_contents
+from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
 from pipeline.experiment.user_code import user_problem
 from pipeline.runtime.randomness import key_generators
 
@@ -41,6 +42,7 @@ class Experiment:
     schedulers: dict[str, Any]
     device: torch.device
     folder: Path
+    is_sharded: bool = False
 
     def set_training(self, training: bool) -> None:
         """Switch the trained modules; frozen ones stay in evaluation mode for ever."""
@@ -60,13 +62,17 @@ class Experiment:
         }
 
 
-def assemble(folder: Path, settings: Settings, device: torch.device) -> Experiment:
-    """Load the pymodules below ``folder`` and put the experiment together, or raise every problem found."""
+def assemble(folder: Path, settings: Settings, device: torch.device, mesh: DeviceMesh | None = None) -> Experiment:
+    """Load the pymodules below ``folder`` and put the experiment together, or raise every problem found.
+
+    With a ``mesh``, modules are spread over its processes.
+    """
     components = _read_components(folder, settings)
     splits, problems = read_splits(components, folder)
     _raise(problems)
     _raise(list(unevaluated_registers(components, settings, splits, folder)))
-    _place_modules(components, device)
+    _raise(list(sharding_problems(components, settings.training, folder)))
+    _place_modules(components, device, mesh)
     if settings.training.sync_batchnorm:
         _check_sync_batchnorm(components, device)
     optimizers = _create_optimizers(components, folder)
@@ -74,16 +80,18 @@ def assemble(folder: Path, settings: Settings, device: torch.device) -> Experime
     _scale_learning_rates(optimizers, settings)
     schedulers = _create_schedulers(components, optimizers, folder)
     key_generators(settings.training.seed, "assembled")
-    return Experiment(settings, components, splits, optimizers, schedulers, device, folder)
+    return Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
 
 
-def assemble_for_evaluation(folder: Path, settings: Settings, device: torch.device, split: str) -> Experiment:
+def assemble_for_evaluation(
+    folder: Path, settings: Settings, device: torch.device, split: str, mesh: DeviceMesh | None = None
+) -> Experiment:
     """Put together what the evaluation of one split needs: no optimizers, and no other split."""
     components = _read_components(folder, settings)
     splits, problems = read_splits(components, folder, [split])
     _raise(problems)
-    _place_modules(components, device)
-    return Experiment(settings, components, splits, {}, {}, device, folder)
+    _place_modules(components, device, mesh)
+    return Experiment(settings, components, splits, {}, {}, device, folder, mesh is not None)
 
 
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
@@ -114,13 +122,15 @@ def _raise(problems: list[Problem]) -> None:
         raise InvalidExperiment(problems)
 
 
-def _place_modules(components: Components, device: torch.device) -> None:
+def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
     for definition in components.modules.values():
         definition.module.to(device)
         if definition.frozen:
             definition.module.requires_grad_(False).eval()
         if definition.compile:
             definition.module.compile()
+        if mesh is not None:
+            shard_module(definition, mesh)
 
 
 def _check_sync_batchnorm(components: Components, device: torch.device) -> None:

@@ -150,6 +150,7 @@ class ContractReader:
             "strict",
             "strip_prefix",
             "key_map",
+            "shard",
         ]
         for key in sorted(set(given) - set(known), key=str):
             self._broken(
@@ -159,7 +160,19 @@ class ContractReader:
             if key in given and not isinstance(given[key], kind):
                 self._broken(module, f"settings[{key!r}]", f"must be of type {kind.__name__}, but is {given[key]!r}")
         frozen, compiled = bool(given.get("frozen", False)), bool(given.get("compile", False))
-        return ModuleDefinition(network, frozen, compiled, self._weight_source(module, given))
+        return ModuleDefinition(
+            network, frozen, compiled, self._weight_source(module, given), self._shard_patterns(module, given)
+        )
+
+    def _shard_patterns(self, module: ModuleType, given: Mapping[str, Any]) -> tuple[str, ...] | None:
+        patterns = given.get("shard")
+        if patterns is None:
+            return None
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, str) for one in patterns):
+            what = f"must be a list of names of submodules, in which * stands for anything, but is {patterns!r}"
+            self._broken(module, "settings['shard']", what)
+            return None
+        return tuple(patterns)
 
     def _weight_source(self, module: ModuleType, given: Mapping[str, Any]) -> Any:
         renaming = {key: given[key] for key in ("strict", "strip_prefix", "key_map") if key in given}

@@ -66,6 +66,7 @@ class ModuleDefinition:
     frozen: bool = False
     compile: bool = False
     source: WeightSource | None = None
+    shard: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

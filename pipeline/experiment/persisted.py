@@ -11,18 +11,23 @@ import torch
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.records import Records
-from pipeline.experiment.snapshots import Snapshots
+from pipeline.experiment.settings import FSDP
+from pipeline.experiment.shards import load_module, load_optimizer
+from pipeline.experiment.snapshots import Snapshots, check_state
 from pipeline.paths import pool_file
 from pipeline.progress import EVALUATION, Progress
 from pipeline.runtime.durable import Changes, json_writer
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.sharded_files import num_bytes
 
 
 class PersistedParts:
     """Knows which file or folder below ``data/`` belongs to which part of a running experiment."""
 
-    def __init__(self, experiment: Experiment, records: Records) -> None:
+    def __init__(self, experiment: Experiment, records: Records, processes: Processes | None = None) -> None:
         self._experiment, self._components, self._records = experiment, experiment.components, records
+        self._processes = processes or Processes()
+        self.is_sharded = experiment.settings.training.parallelism == FSDP
         self._snapshots = Snapshots(copies=experiment.settings.training.checkpoint_in_background)
         self._num_committed_steps = 0
         self._segments: list[int] = []
@@ -89,24 +94,39 @@ class PersistedParts:
         return {path for path in committed if path.startswith(tuple(outdated))} if outdated else set()
 
     def _pool(self, pool: str, modules: dict[str, torch.nn.Module]) -> Changes:
-        return self._taken("module", {f"module_ckps/{pool}/{name}.pt": module for name, module in modules.items()})
+        return self._taken("module", {self._path(f"module_ckps/{pool}/{name}"): one for name, one in modules.items()})
+
+    def _path(self, path: str) -> str:
+        return path if self.is_sharded else f"{path}.pt"
 
     def _last_paths(self) -> list[str]:
-        return [f"module_ckps/last/{name}.pt" for name in self._components.trained_modules]
+        return [self._path(f"module_ckps/last/{name}") for name in self._components.trained_modules]
 
     def _last_pool(self) -> Changes:
         return self._pool("last", self._components.trained_modules)
 
     def _optimizers(self) -> Changes:
-        states = {f"optim_ckps/{name}.pt": one for name, one in self._experiment.optimizers.items()}
+        states = {self._path(f"optim_ckps/{name}"): one for name, one in self._experiment.optimizers.items()}
         schedulers = {f"sched_data/{name}": one.save for name, one in self._experiment.schedulers.items()}
         return self._taken("optimizer", states) | Changes(folders=schedulers)
 
     def _taken(self, kind: str, owners: Mapping[str, Any]) -> Changes:
-        """Take snapshots of modules or optimizers, by path."""
+        """Take snapshots of modules or optimizers, by path; shards are written later, by all processes."""
+        if self.is_sharded:
+            return Changes(shards=tuple(owners), num_bytes=sum(num_bytes(one.state_dict()) for one in owners.values()))
         taken = {path: self._snapshots.take(f"{kind} {Path(path).stem}", owner) for path, owner in owners.items()}
         files = {path: writer for path, (writer, _) in taken.items()}
         return Changes(files, num_bytes=sum(size for _, size in taken.values()))
+
+    def write_shards(self, folders: Mapping[str, Path]) -> None:
+        """Fill the folders of a commit that has begun, together with all other processes."""
+        from pipeline.runtime.shard_writing import save_shards
+
+        for path, folder in folders.items():
+            owners = self._components.all_modules if path.startswith("module_ckps/") else self._experiment.optimizers
+            state = owners[folder.name].state_dict()
+            check_state(path, state)
+            save_shards(state, folder, self._processes)
 
     def _loss_weighter(self) -> Changes:
         return Changes(folders={"loss_weighter_data": self._components.loss_weighter.save})
@@ -128,9 +148,9 @@ class PersistedParts:
         self.restore_counters(data)
         for pool, modules in (("frzn", self._components.frozen_modules), ("last", self._components.trained_modules)):
             for name, module in modules.items():
-                module.load_state_dict(load_tensors(pool_file(data, pool, name)))
+                load_module(module, pool_file(data, pool, name))
         for name, optimizer in self._experiment.optimizers.items():
-            optimizer.load_state_dict(load_tensors(data / "optim_ckps" / f"{name}.pt"))
+            load_optimizer(optimizer, data / self._path(f"optim_ckps/{name}"))
             self._experiment.schedulers[name].load(_existing(data / "sched_data" / name))
         for name in ("early_stopper", "checkpoint_saver", "loss_weighter"):
             getattr(self._components, name).load(_existing(data / f"{name}_data"))

@@ -12,12 +12,23 @@ from pipeline.experiment.json_files import Document, parse_json, read_document
 from pipeline.experiment.schema_problems import SETTINGS_FILES, schema, schema_problems
 
 Contents = dict[str, dict[str, Any]]
+FSDP = "fsdp"
 # Pairs of keys and values of training.json that exclude one another, and why.
 _CONTRADICTIONS = (
     (
         ("gradient_reduction", "exact"),
         ("sync_batchnorm", True),
         "torch adds those statistics in an order that depends on the number of processes",
+    ),
+    (
+        ("parallelism", FSDP),
+        ("gradient_reduction", "exact"),
+        "torch adds the gradients of shards in an order that depends on the number of processes",
+    ),
+    (
+        ("parallelism", FSDP),
+        ("sync_batchnorm", True),
+        "its layers were not tried inside modules that are sharded",
     ),
 )
 

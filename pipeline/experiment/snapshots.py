@@ -29,12 +29,7 @@ class Snapshots:
     def take(self, name: str, owner: Any) -> tuple[Writer, int]:
         """Return a writer of an owner's state as it is now, and its size in bytes."""
         state = owner.state_dict()
-        odd = _first_odd(state)
-        if odd is not None:
-            raise PipelineError(
-                f"The state of {name} must hold tensors and plain values only, but {odd} would not load again.\n"
-                "  fix: convert it, for example a numpy number with float(…)."
-            )
+        check_state(name, state)
         seen: dict[Any, torch.Tensor] = {}
         held = self._copy(state, name, seen) if self._copies else state
         wait_for_copies(list(seen.values()))
@@ -63,6 +58,16 @@ class Snapshots:
                 self._buffers[path] = buffer
             seen[identity] = buffer.copy_(tensor, non_blocking=True)
         return seen[identity]
+
+
+def check_state(name: str, state: Any) -> None:
+    """Refuse a state that a safe load would refuse."""
+    odd = _first_odd(state)
+    if odd is not None:
+        raise PipelineError(
+            f"The state of {name} must hold tensors and plain values only, but {odd} would not load again.\n"
+            "  fix: convert it, for example a numpy number with float(…)."
+        )
 
 
 def _tensor_writer(state: Any) -> Writer:

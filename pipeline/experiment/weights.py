@@ -11,8 +11,9 @@ from torch import nn
 
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
 from pipeline.experiment.definitions import Components, ModuleDefinition, WeightSource
+from pipeline.experiment.sharding import spread_like
 from pipeline.paths import ExperimentPaths, check_name, pool_file, results_names
-from pipeline.runtime.safe_loading import load_weights
+from pipeline.runtime.sharded_files import load_state, names_in
 
 _SHOWN = 10
 _FIX = "rename keys with strip_prefix or key_map in settings, or take only what both sides have with strict: False"
@@ -56,9 +57,9 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
         known = results_names(paths.home)
         listed = f"there are {', '.join(known) or 'none'}.{nearest(other.name, known)}"
         raise ValueError(f"load_weights_from_exp needs the results of experiment {other.name!r}; {listed}")
-    if not path.is_file():
+    if not path.exists():
         pools = sorted(entry.name for entry in (other.data / "module_ckps").glob("*"))
-        modules = sorted(entry.stem for entry in path.parent.glob("*.pt"))
+        modules = names_in(path.parent)
         raise ValueError(
             f"load_weights_from_exp needs {path}, but experiment {source.exp_name!r} has the pools "
             f"{', '.join(pools) or 'none'}, and in {source.ckp_pool_name!r} the modules {', '.join(modules) or 'none'}."
@@ -69,7 +70,7 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
 def _fill(definition: ModuleDefinition, source: WeightSource, path: Path) -> Iterator[str]:
     """Load a file into a module, or yield why it does not fit."""
     try:
-        loaded = load_weights(path)
+        loaded = load_state(path)
         weights = _one_module(loaded, source.module_name if source.ckp_name else None, path)
         renamed = renamed_keys(weights, source.strip_prefix, source.key_map)
     except (UnreadableFile, ValueError) as error:
@@ -157,7 +158,8 @@ def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource
         yield f"the weights of {path} must fit the module, but:{listed}\n    fix: {_FIX}"
         return
     try:
-        module.load_state_dict({key: weights[key] for key in own if key in weights}, strict=source.strict)
+        fitting = {key: spread_like(own[key], weights[key]) for key in own if key in weights}
+        module.load_state_dict(fitting, strict=source.strict)
     except RuntimeError as error:
         # Tensors of the right shape can still be of a kind that cannot be copied, such as quantised ones.
         yield f"the weights of {path} must fit the module, but: {' '.join(str(error).split())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from pipeline.progress import Progress
@@ -21,19 +22,19 @@ class Commits:
         self._store = store
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commit") if in_background else None
         self._pending: Future[None] | None = None
+        self._rest: Callable[[], None] = _nothing
         self._then: Callable[[], None] = _nothing
 
-    def submit(
-        self,
-        changes: Callable[[], Changes],
-        progress: Progress,
-        run_state: dict[str, Any],
-        then: Callable[[], None],
-    ) -> None:
-        """Begin a commit once the one before is complete; ``then`` is called here, in this thread, once it is too."""
+    def begin(self, changes: Callable[[], Changes], progress: Progress, run_state: dict[str, Any]) -> dict[str, Path]:
+        """Begin a commit once the one before is complete; return the folders that all processes must fill now."""
         self.wait()
-        rest = self._store.begin(changes(), progress, run_state)
-        self._then = then
+        made = changes()
+        self._rest = self._store.begin(made, progress, run_state)
+        return {path: self._store.staging / path for path in made.shards}
+
+    def complete(self, then: Callable[[], None]) -> None:
+        """Let what was begun become permanent; ``then`` is called by this thread once it is."""
+        rest, self._rest, self._then = self._rest, _nothing, then
         if self._executor is None:
             rest()
             self._conclude()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 
 from pipeline.runtime.safe_archives import load_arrays
 from pipeline.runtime.safe_loading import load_tensors
+from pipeline.runtime.sharded_files import INDEX, load_shards
 
 
 def first_difference(left: Path, right: Path) -> str | None:
     """Return where two ``data`` folders differ first, or None if every value has the same bits."""
     tops = (left, right)
-    names = sorted({path.relative_to(top).as_posix() for top in tops for path in top.rglob("*") if path.is_file()})
+    names = sorted({name for top in tops for name in _readable(top)})
     for name in names:
         missing = [str(top) for top in tops if not (top / name).exists()]
         if missing:
@@ -28,8 +30,18 @@ def first_difference(left: Path, right: Path) -> str | None:
     return None
 
 
+def _readable(top: Path) -> Iterator[str]:
+    """Yield the files below a folder; a folder of shards is one, whatever number of processes has cut it."""
+    folders = {path.parent for path in top.rglob(INDEX)}
+    yield from (folder.relative_to(top).as_posix() for folder in folders)
+    files = (path for path in top.rglob("*") if path.is_file() and path.parent not in folders)
+    yield from (path.relative_to(top).as_posix() for path in files)
+
+
 def read_any(path: Path) -> Any:
-    """Read a results file with torch, numpy or json alone."""
+    """Read a results file, or a folder of shards, with torch, numpy or json alone."""
+    if path.is_dir():
+        return load_shards(path)
     if path.suffix == ".pt":
         return load_tensors(path)
     if path.suffix == ".npz":

@@ -18,11 +18,14 @@ from pipeline.runtime.durable import Digest
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.regular_files import regular_size
 from pipeline.runtime.safe_loading import load_tensors
+from pipeline.runtime.sharded_files import Target, load_shards, whole
 
 FROZEN = "frzn"
 _POOLS = "module_ckps/"
 _COUNTERS = "data_counter_data/"
 _ATTEMPTS = 20
+# The files of one module by their names in its folder of shards; a file that is the whole module has no such name.
+ModuleFiles = dict[str, Entry]
 
 
 class Overtaken(PipelineError):
@@ -63,10 +66,13 @@ def steps_of(manifest: Manifest, pool: str) -> int:
     return progress.step if pool == "last" and progress.stage == TRAINING else 0
 
 
-def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, Entry]:
+def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, ModuleFiles]:
     """Return the files of a pool by module, or refuse one that does not exist."""
-    prefix = f"{_POOLS}{pool}/"
-    found = {Path(path).stem: entry for path, entry in manifest.files.items() if path.startswith(prefix)}
+    prefix, found = f"{_POOLS}{pool}/", dict[str, ModuleFiles]()
+    for path, entry in manifest.files.items():
+        if path.startswith(prefix):
+            module, _, file = path.removeprefix(prefix).partition("/")
+            found.setdefault(module if file else Path(module).stem, {})[file] = entry
     if not found and pool != FROZEN:
         known = [name for name in pool_names(manifest) if name != FROZEN]
         listed = ", ".join(known) or "none"
@@ -129,10 +135,11 @@ class HeldFiles:
                 raise Overtaken(f"{path} was replaced by a newer commit again and again; try again.") from error
             raise self._damage(path, error.strerror or str(error)) from error
 
-    def tensors(self, entry: Entry) -> Any:
-        """Return what a file of tensors holds, once its digest holds."""
-        path = self._stored(entry)
-        return load_tensors(path, self._verified(entry))
+    def state(self, files: ModuleFiles, target: Target = whole) -> Any:
+        """Return what the files of a module hold, once their digests hold; ``target`` is where shards go."""
+        opened = {name: self._verified(entry) for name, entry in files.items()}
+        stored = self._stored(next(iter(files.values())))
+        return load_tensors(stored, opened[""]) if "" in opened else load_shards(stored.parent, target, opened)
 
     def copy(self, entry: Entry, target: Path) -> None:
         """Write a file's content to another place, once its digest holds."""

@@ -50,19 +50,29 @@ class ResultsStore:
         """Take note of what the datasets look like; every commit carries it."""
         self.current = replace(self.current, fingerprints=fingerprints)
 
+    @property
+    def staging(self) -> Path:
+        """Where the next commit is written."""
+        return self._claim.folder / f"generation_{self._next}"
+
     def commit(self, changes: Changes, progress: Progress, run_state: dict[str, Any]) -> None:
         """Make ``changes`` the current state, whole or not at all."""
         self.begin(changes, progress, run_state)()
 
     def begin(self, changes: Changes, progress: Progress, run_state: dict[str, Any]) -> Callable[[], None]:
-        """Let the components save what they are now; return the rest of the commit, which may run in a thread."""
+        """Let the components save what they are now; return the rest of the commit, which may run in a thread.
+
+        Folders of shards are made and left empty: they must be filled below ``staging`` before the rest begins.
+        """
         self._claim.check()
-        staging = self._claim.folder / f"generation_{self._next}"
+        staging = self.staging
         self._disk.check_room(self._paths.results, changes.num_bytes)
         self._disk.make_scratch_folder(staging, self._claim.folder)
         for folder, save in changes.folders.items():
             self._disk.make_scratch_folder(staging / folder, staging)
             self._disk.perform("save", staging / folder, partial(save, staging / folder))
+        for folder in changes.shards:
+            self._disk.make_scratch_folder(staging / folder, staging)
         kept = self._kept(changes.is_partial)
         manifest = replace(
             self.current,
@@ -124,11 +134,11 @@ class ResultsStore:
         files = {path: entry for path, entry in manifest.files.items() if path not in changes.removed}
         for path, writer in changes.files.items():
             files[path] = self._write(staging, path, writer)
-        for folder in changes.folders:
-            files = {path: entry for path, entry in files.items() if not path.startswith(folder + "/")}
+        for folder in (*changes.folders, *changes.shards):
+            files = _without_folder(files, folder)
             files.update(self._saved_folder(staging, folder))
         for path, other in changes.same_as.items():
-            files[path] = files[other]
+            files = {**_without_folder(files, path), **dict(_renamed(files, other, path))}
         return replace(manifest, files=files, sealed=self._stage_sealed(changes, manifest, staging))
 
     def _stage_sealed(self, changes: Changes, manifest: Manifest, staging: Path) -> Entry | None:
@@ -268,6 +278,19 @@ class ResultsStore:
         """Return where the files of the running epoch are, in order."""
         hidden = sorted(path for path in self.current.files if path.startswith(HIDDEN))
         return [self._generations.stored(self.current.files[path]) for path in hidden]
+
+
+def _without_folder(files: dict[str, Entry], folder: str) -> dict[str, Entry]:
+    return {path: entry for path, entry in files.items() if not path.startswith(folder + "/")}
+
+
+def _renamed(files: dict[str, Entry], name: str, other: str) -> Iterator[tuple[str, Entry]]:
+    """Yield a file, or all files of a folder, under another name."""
+    if name in files:
+        yield other, files[name]
+    yield from (
+        (other + path.removeprefix(name), entry) for path, entry in files.items() if path.startswith(name + "/")
+    )
 
 
 def peek(paths: ExperimentPaths) -> Manifest | None:

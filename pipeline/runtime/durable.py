@@ -269,6 +269,8 @@ class Changes:
 
     ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
     A partial commit shares its most important files with the one before.
+    ``shards`` are folders that all processes fill together once the commit has begun. What ``same_as`` names may be a
+    file or a folder with all in it.
     Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
     """
 
@@ -279,6 +281,7 @@ class Changes:
     sealed: dict[str, Writer] = field(default_factory=dict)
     is_partial: bool = False
     num_bytes: int = 0
+    shards: tuple[str, ...] = ()
 
     def __or__(self, other: Changes) -> Changes:
         return Changes(
@@ -289,4 +292,5 @@ class Changes:
             self.sealed | other.sealed,
             self.is_partial and other.is_partial,
             self.num_bytes + other.num_bytes,
+            self.shards + other.shards,
         )

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.runtime.shard_index import local_part
+
 _DEEPEST = 12
 
 
@@ -51,6 +53,7 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> Iterator[bytes]:
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

@@ -56,7 +56,7 @@ def columns_of(path: Path) -> Iterator[dict[str, np.ndarray]]:
 def opened_archive(path: Path, what: str, opened: BinaryIO | None = None) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
     """Open an archive that is safe to look into; ``opened`` is the same file where it is open already."""
     with told_as_unreadable(path, what), opened_file(path) if opened is None else nullcontext(opened) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
         file.seek(0)
         _check_frame(file, size)
         with zipfile.ZipFile(file) as archive:

@@ -15,15 +15,15 @@ from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.buffers import kept_buffers
 from pipeline.stages.losses import LossLedger, total_losses
-from pipeline.stages.plan import Place, PlannedBatch, evaluation_places
+from pipeline.stages.plan import PlannedBatch, Turn, deal_rounds, evaluation_places
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
 
 
-Observer = Callable[[Place, PlannedBatch, Any], None]
+Observer = Callable[[Turn, PlannedBatch, Any], None]
 
 
-def _nobody(place: Place, planned: PlannedBatch, batch: Any) -> None:
+def _nobody(turn: Turn, planned: PlannedBatch, batch: Any) -> None:
     """Look at nothing."""
 
 
@@ -38,33 +38,32 @@ class EvaluationPass:
     ) -> None:
         self._experiment, self._processes, self._runner = experiment, processes, runner
         self.places = evaluation_places(runner.shapes)
-        self._chosen = list(enumerate(self.places))[shard[0] :: shard[1]]
+        chosen = list(enumerate(self.places))[shard[0] :: shard[1]]
+        rank, world_size = processes.rank, processes.world_size
+        every_nth = [Turn(*batch) for batch in chosen[rank::world_size]]
+        self._own = deal_rounds(chosen, rank, world_size) if experiment.is_sharded else every_nth
+        self.num_rounds = len(self._own) if experiment.is_sharded else -(-len(chosen) // world_size)
         self._ledger = LossLedger(experiment.settings.register_names, len(self.places), processes)
-
-    @property
-    def num_rounds(self) -> int:
-        """How many times every rank takes a batch."""
-        return -(-len(self._chosen) // self._processes.world_size)
 
     def rounds(self, epoch: int, observe: Observer = _nobody) -> Iterator[int]:
         """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
         self._experiment.set_training(False)
-        own = self._chosen[self._processes.rank :: self._processes.world_size]
         points = self._runner.points(epoch)
-        loading = self._runner.load([place for _, place in own], points)
+        loading = self._runner.load([turn.place for turn in self._own], points)
         # An evaluation must leave no trace, as each rank would leave another.
         with kept_buffers(self._experiment.components.all_modules.values()):
             for number in range(self.num_rounds):
-                if number < len(own):
-                    position, place = own[number]
-                    self._evaluate(position, points.batch(place), (place, next(loading[place.shape.dataset])), observe)
+                if number < len(self._own):
+                    turn = self._own[number]
+                    self._evaluate(turn, points.batch(turn.place), next(loading[turn.place.shape.dataset]), observe)
                 yield number
 
-    def _evaluate(self, position: int, planned: PlannedBatch, loaded: tuple[Place, Any], observe: Observer) -> None:
-        place, batch = loaded
+    def _evaluate(self, turn: Turn, planned: PlannedBatch, batch: Any, observe: Observer) -> None:
         with torch.no_grad():
-            self._ledger.add(0, position, self._runner.losses(batch, place, (*planned.key, "evaluate")))
-            observe(place, planned, batch)
+            losses = self._runner.losses(batch, turn.place, (*planned.key, "evaluate"))
+            if not turn.is_stand_in:
+                self._ledger.add(0, turn.position, losses)
+            observe(turn, planned, batch)
 
     def collect(self) -> np.ndarray:
         """Return the sums per batch and register of all ranks; batches of other shards have 0."""

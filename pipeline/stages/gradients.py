@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
-from pipeline.stages.buffers import StepBuffers
+from pipeline.stages.buffers import StepBuffers, kept_buffers
 from pipeline.stages.sums import BatchSums
 
 Compute = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -47,7 +47,7 @@ class GradientEngine(ABC):
     added is what engines differ in.
     """
 
-    # DDP averages over the ranks, but a step's loss is already normalised by the items of all of them.
+    # torch averages over the ranks, but a step's loss is already normalised by the items of all of them.
     loss_scale = 1
 
     def __init__(
@@ -77,6 +77,11 @@ class GradientEngine(ABC):
         """
         self._backward(compute, wishes)
         self._buffers.after_batch(position)
+
+    def stand_in(self, compute: Compute, wishes: Wishes | None) -> None:
+        """Run a batch that another rank counts, because all ranks must run the same modules."""
+        with kept_buffers(self._experiment.components.trained_modules.values()):
+            self._backward(compute, wishes)
 
     def join_without_batch(self, wishes: Wishes) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
@@ -117,12 +122,9 @@ class GradientEngine(ABC):
         return verdict
 
     def _judge(self, message: torch.Tensor) -> Verdict:
-        owners = [
-            (name, grad) for name, own in self._parameters.items() for one in own if (grad := one.grad) is not None
-        ]
+        owners = self._gradients()
         norms = torch._foreach_norm([gradient for _, gradient in owners], dtype=torch.float32) if owners else ()
-        # The one moment per step at which the host waits for the device.
-        known = torch.cat([message, torch.stack(norms)]).tolist() if norms else message.tolist()
+        known = self._known(message, list(norms))
         health, stop, commit, *used = known[: len(message)]
         self._forget_unused(used)
         values: dict[str, list[float]] = {name: [] for name in self._parameters}
@@ -138,6 +140,14 @@ class GradientEngine(ABC):
             norms=by_optimizer,
             norm=math.hypot(*by_optimizer.values()),
         )
+
+    def _gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the gradients that this rank has, with the name of the optimizer of each."""
+        return [(name, grad) for name, own in self._parameters.items() for one in own if (grad := one.grad) is not None]
+
+    def _known(self, message: torch.Tensor, norms: list[torch.Tensor]) -> list[float]:
+        """Return message and norms as numbers: the one moment per step at which the host waits for the device."""
+        return torch.cat([message, torch.stack(norms)]).tolist() if norms else message.tolist()
 
     def _forget_unused(self, used: list[float]) -> None:
         """Take away what a reduction gives to parameters that no rank has used: optimizers must not see it."""

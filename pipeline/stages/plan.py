@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,6 +56,50 @@ class Place:
         return self.shape.num_items(self.number)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A batch that one rank runs, and its position among those that are dealt.
+
+    A stand-in counts for nothing: it keeps a rank without a batch in step with those that have one.
+    """
+
+    position: int
+    place: Place
+    is_stand_in: bool = False
+
+
+def share_of(num_batches: int, rank: int, world_size: int) -> range:
+    """Return which batches of a step one rank gets: neighbours, which can be added up before ranks talk.
+
+    Datasets take turns in a step, so neighbours also share out an expensive dataset more evenly than every n-th batch.
+    """
+    size, rest = divmod(num_batches, world_size)
+    start = rank * size + min(rank, rest)
+    return range(start, start + size + (rank < rest))
+
+
+Deal = Callable[[list[tuple[int, Place]], int, int], list[Turn]]
+
+
+def deal_shares(batches: list[tuple[int, Place]], rank: int, world_size: int) -> list[Turn]:
+    """Deal every rank its share of a step, which it runs at its own pace."""
+    return [Turn(*batches[index]) for index in share_of(len(batches), rank, world_size)]
+
+
+def deal_rounds(batches: list[tuple[int, Place]], rank: int, world_size: int) -> list[Turn]:
+    """Deal in rounds in which every rank runs a batch of the same dataset, for modules that ranks must run together.
+
+    Where a dataset has not enough batches for a round, its first one stands in for the missing.
+    """
+    turns = []
+    for dataset in dict.fromkeys(place.shape.dataset for _, place in batches):
+        own = [batch for batch in batches if batch[1].shape.dataset == dataset]
+        for start in range(0, len(own), world_size):
+            dealt = own[start : start + world_size]
+            turns.append(Turn(*dealt[rank]) if rank < len(dealt) else Turn(*dealt[0], is_stand_in=True))
+    return turns
+
+
 class StepPlan:
     """How batches make up steps; every epoch of an experiment has the same steps, filled with other points.
 
@@ -101,21 +145,10 @@ class StepPlan:
         """The number of batches in the largest step."""
         return int(np.diff(self._starts).max())
 
-    def places_of(self, rank: int, world_size: int, first_step: int) -> Iterator[Place]:
+    def places_of(self, rank: int, world_size: int, first_step: int, deal: Deal = deal_shares) -> Iterator[Place]:
         """Yield the batches one rank gets, from a step on."""
         for index in range(first_step, len(self)):
-            batches = self.step(index)
-            yield from (batches[position] for position in share_of(len(batches), rank, world_size))
-
-
-def share_of(num_batches: int, rank: int, world_size: int) -> range:
-    """Return which batches of a step one rank gets: neighbours, which can be added up before ranks talk.
-
-    Datasets take turns in a step, so neighbours also share out an expensive dataset more evenly than every n-th batch.
-    """
-    size, rest = divmod(num_batches, world_size)
-    start = rank * size + min(rank, rest)
-    return range(start, start + size + (rank < rest))
+            yield from (turn.place for turn in deal(list(enumerate(self.step(index))), rank, world_size))
 
 
 class EpochPoints:

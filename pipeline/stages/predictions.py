@@ -12,7 +12,7 @@ from pipeline.errors import PipelineError
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.safe_archives import is_entry_name
 from pipeline.stages.batches import BatchRunner
-from pipeline.stages.plan import Place, PlannedBatch
+from pipeline.stages.plan import PlannedBatch, Turn
 
 Columns = dict[str, np.ndarray]
 # Columns of ours: which point an item belongs to, and which item of the split it is.
@@ -28,11 +28,14 @@ class Predictions:
         self._runner, self._datasets = runner, frozenset(datasets)
         self._batches: list[tuple[str, Columns]] = []
 
-    def observe(self, place: Place, planned: PlannedBatch, batch: Any) -> None:
-        """Let the module transform predict for one batch, if its dataset has predictions."""
+    def observe(self, turn: Turn, planned: PlannedBatch, batch: Any) -> None:
+        """Let the module transform predict for one batch, if its dataset has predictions; those of a stand-in go."""
+        place = turn.place
         dataset, size = place.shape.dataset, place.shape.point_size
         if dataset in self._datasets:
             found = self._runner.predictions(batch, place, (*planned.key, "predict"))
+            if turn.is_stand_in:
+                return
             columns = checked_predictions(found, place.num_items, f"module_transforms/{dataset}.py")
             first = place.number * place.shape.batch_size * size
             columns[INDEX] = np.repeat(np.asarray(planned.indices, dtype=np.int64), size)

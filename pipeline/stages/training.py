@@ -18,7 +18,7 @@ from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import Compute, GradientEngine, Verdict, Wishes
 from pipeline.stages.losses import LossLedger
-from pipeline.stages.plan import Place, StepPlan, share_of
+from pipeline.stages.plan import Place, StepPlan, Turn, deal_rounds, deal_shares
 from pipeline.stages.witness import Witness
 
 _ROWS = 64
@@ -62,6 +62,7 @@ class TrainingStage:
         self._engine, self._records = engine, records
         self._settings = experiment.settings.training
         self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
+        self._deal = deal_rounds if experiment.is_sharded else deal_shares
         self._weighter = experiment.components.loss_weighter
         self._looks_at_steps = _overrides(self._weighter, "after_train_step")
         registers = experiment.settings.register_names
@@ -76,7 +77,7 @@ class TrainingStage:
         self._experiment.set_training(True)
         if first_step == 0:
             self._begin_epoch(epoch)
-        places = list(self.plan.places_of(self._processes.rank, self._processes.world_size, first_step))
+        places = list(self.plan.places_of(self._processes.rank, self._processes.world_size, first_step, self._deal))
         points = self._runner.points(epoch)
         loading = self._runner.load(places, points)
         for index in range(first_step, len(self.plan)):
@@ -116,14 +117,12 @@ class TrainingStage:
         shares = self._shares(items)
         rates = self._experiment.learning_rates()
         self._engine.begin_step(len(batches))
-        own = share_of(len(batches), self._processes.rank, self._processes.world_size)
-        for position in own:
-            place = batches[position]
+        own = self._deal(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
+        for turn in own:
             loading_started = time.perf_counter()
-            batch = next(loading[place.shape.dataset])
+            batch = next(loading[turn.place.shape.dataset])
             data_seconds += time.perf_counter() - loading_started
-            compute = self._batch_loss(batch, place, (self._settings.seed, "step", epoch, index, position), shares)
-            self._engine.backward(position, compute, wishes() if position == own[-1] else None)
+            self._run(turn, batch, (epoch, index), shares, wishes() if turn is own[-1] else None)
         if not own:
             self._engine.join_without_batch(wishes())
         verdict = self._engine.finish_step()
@@ -131,6 +130,24 @@ class TrainingStage:
         self._after_step(epoch, index, items, verdict)
         self.witness.step_ends(verdict)
         return StepReport(index + 1, len(self.plan), time.perf_counter() - started, data_seconds, verdict)
+
+    def _run(
+        self, turn: Turn, batch: Any, at: tuple[int, int], shares: dict[str, float], wishes: Wishes | None
+    ) -> None:
+        key = (self._settings.seed, "step", *at, turn.position)
+        if turn.is_stand_in:
+            self._engine.stand_in(self._stand_in_loss(batch, turn.place, key, shares), wishes)
+        else:
+            self._engine.backward(turn.position, self._batch_loss(batch, turn.place, key, shares), wishes)
+
+    def _stand_in_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
+        """Compute what runs the modules that the batch would and adds nothing to their gradients."""
+
+        def compute() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            losses = self._runner.losses(batch, place, key)
+            return [losses[register].sum() * 0.0 for register in losses if register in shares], []
+
+        return compute
 
     def _batch_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         row, position = len(self._pending), key[-1]

@@ -19,6 +19,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.shard_index import is_sharded
 from pipeline.runtime.wording import shown_bytes, shown_duration, shown_values
 
 # Lines that begin with it are meant as warnings.
@@ -62,7 +63,8 @@ def _part_lines(experiment: Experiment) -> Iterator[str]:
     for name, module in experiment.components.all_modules.items():
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
         trained = sum(count for count, is_trained in counts if is_trained)
-        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {trained:,} trained"
+        spread = ", sharded" if any(is_sharded(parameter) for parameter in module.parameters()) else ""
+        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {trained:,} trained{spread}"
     for name, groups in experiment.learning_rates().items():
         rates = ", ".join(f"{group} {rate:.3e}" for group, rate in groups.items())
         yield f"learning rates of {name}: {rates}"

@@ -135,7 +135,8 @@ class Contenders:
         self._steps += 1
         started = time.perf_counter()
         progress = Progress(TRAINING, 1, self._steps)
-        commits.submit(lambda: self._changes(in_background), progress, {}, lambda: None)
+        commits.begin(lambda: self._changes(in_background), progress, {})
+        commits.complete(lambda: None)
         blocked = time.perf_counter() - started
         commits.wait()
         commits.close()

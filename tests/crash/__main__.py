@@ -53,13 +53,29 @@ def _parse() -> argparse.Namespace:
         "--times", type=int, default=1, help="how often to go through all scenarios of ranks or signals"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="training.KEY=VALUE", help="a setting of the experiment"
+    )
     parser.add_argument("--folder", type=Path, help="where to run; the system's temporary folder otherwise")
     parser.add_argument("--json", type=Path, help="also write the table here")
     return parser.parse_args()
 
 
+def _training(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the campaign's experiment has in training.json beside its own."""
+    pairs = (word.removeprefix("training.").partition("=") for word in arguments.set)
+    return {key: _json_or_text(text) for key, _, text in pairs}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _kill(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    campaign = Campaign(folder, arguments.nproc, arguments.seed)
+    campaign = Campaign(folder, arguments.nproc, arguments.seed, training=_training(arguments))
     with tqdm(total=arguments.kills, desc=f"kills at {arguments.nproc} processes", unit="kill") as bar:
         try:
             for _ in campaign.run(arguments.kills):
@@ -72,7 +88,7 @@ def _kill(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _live_through(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Let experiments live through all scenarios in a random order, as many as fit into each."""
     undisturbed = folder / "undisturbed"
-    prepare(undisturbed)
+    prepare(undisturbed, **_training(arguments))
     assert run_process(undisturbed, nproc=arguments.nproc).returncode == 0
     find = {"ranks": rank_scenarios, "signals": signal_scenarios}[arguments.kind]
     draw, scenarios, problems, rounds = random.Random(arguments.seed), [], [], 0
@@ -83,7 +99,9 @@ def _live_through(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         while bar.n < len(scenarios):
             rounds += 1
             try:
-                _round(Victim(folder / f"round_{rounds}", arguments.nproc), waiting, undisturbed)
+                victim = Victim(folder / f"round_{rounds}", arguments.nproc)
+                prepare(victim.home, **_training(arguments))
+                _round(victim, waiting, undisturbed)
             except AssertionError:
                 problems.append(traceback.format_exc())
     facts = {"processes": arguments.nproc, "seed": arguments.seed, "scenarios": len(scenarios), "rounds": rounds}
@@ -91,7 +109,6 @@ def _live_through(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
 
 
 def _round(victim: Victim, waiting: Iterator[Any], undisturbed: Path) -> None:
-    prepare(victim.home)
     while victim.has_room and (scenario := next(waiting, None)):
         scenario(victim)
     victim.finish()

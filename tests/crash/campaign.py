@@ -110,11 +110,19 @@ class Campaign:
     """Rounds of one experiment, each with a seed of its own, until enough kills were survived.
 
     ``undisturbed`` has homes of runs that were never killed, by their seed; those that are missing are run.
+    ``training`` is what the experiment has in training.json beside its own.
     """
 
-    def __init__(self, folder: Path, nproc: int, seed: int, undisturbed: Mapping[int, Path] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nproc: int,
+        seed: int,
+        undisturbed: Mapping[int, Path] | None = None,
+        training: Mapping[str, Any] | None = None,
+    ) -> None:
         self._folder, self._nproc, self._seed = folder, nproc, seed
-        self._undisturbed = undisturbed or {}
+        self._undisturbed, self._training = undisturbed or {}, training or {}
         self.table = Table(nproc, seed)
 
     def run(self, num_kills: int) -> Iterator[Life]:
@@ -123,7 +131,7 @@ class Campaign:
             self.table.rounds += 1
             home = self._folder / f"round_{self.table.rounds}"
             seed = self._seed + self.table.rounds - 1
-            prepare(home, seed=seed)
+            prepare(home, **{**self._training, "seed": seed})
             for life in survive_kills(home, self._nproc, num_kills - self.table.kills, seed):
                 # It has committed, so all kills before it were resumed from.
                 self.table.resumed = self.table.kills
@@ -152,7 +160,7 @@ class Campaign:
 
     def _run_undisturbed(self, seed: int) -> Path:
         home = self._folder / f"undisturbed_{seed}"
-        prepare(home, seed=seed)
+        prepare(home, **{**self._training, "seed": seed})
         done = run_process(home, nproc=self._nproc)
         assert done.returncode == 0, done.stderr
         return home

@@ -34,3 +34,12 @@ def test_runs_killed_many_times_end_with_the_same_bits(
 ) -> None:
     """Six kills per number of processes change nothing."""
     survive(tmp_path, undisturbed, nproc, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_runs_with_shards_end_with_the_same_bits(tmp_path: Path) -> None:
+    """Kills inside writes that two processes share are as harmless as any other."""
+    campaign = Campaign(tmp_path, 2, SEED, training={"parallelism": "fsdp"})
+    assert len(list(campaign.run(4))) == 4
+    assert campaign.table.is_passed, campaign.table

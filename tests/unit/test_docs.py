@@ -394,6 +394,19 @@ def test_snippets_that_read_results_work(snippet: str, digits_home: Path, monkey
     exec(compile(snippet, os.fspath(DOCS / "results.md"), "exec"), {})
 
 
+def test_sharded_experiment_of_the_page_trains_and_opens_with_torch(
+    digits_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module with units of its own trains sharded, and its folder is read as the page says."""
+    module, reading = (text for one in sections(DOCS / "sharding.md") for text in one.snippets("python"))
+    home = shutil.copytree(digits_home, tmp_path / "home")
+    folder = shutil.copytree(home / "experiment_settings/digits", home / "experiment_settings/sharded")
+    (folder / module.split("\n")[0].removeprefix("# ")).write_text(module)
+    run_inside(home, "--set", "training.parallelism=fsdp", "--stop-after-epoch", "0", name="sharded")
+    monkeypatch.chdir(home)
+    exec(compile(reading, os.fspath(DOCS / "sharding.md"), "exec"), {})
+
+
 def test_changelog_has_this_version() -> None:
     """The version of the package has an entry."""
     headings = [one.heading for one in sections(ROOT / "CHANGELOG.md")]

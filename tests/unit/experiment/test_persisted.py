@@ -8,7 +8,7 @@ from pipeline.experiment.persisted import PersistedParts
 
 
 def parts_of(records: SimpleNamespace) -> PersistedParts:
-    training = SimpleNamespace(checkpoint_in_background=False)
+    training = SimpleNamespace(checkpoint_in_background=False, parallelism="ddp")
     experiment = SimpleNamespace(components=None, settings=SimpleNamespace(training=training))
     return PersistedParts(experiment, records)  # type: ignore[arg-type]
 

@@ -58,7 +58,8 @@ def commits(paths: ExperimentPaths, disk: SlowDisk) -> Iterator[Commits]:
 
 def submit(commits: Commits, epoch: int, then: object = None) -> None:
     content = bytes_writer(b"%d" % epoch)
-    commits.submit(lambda: Changes({"x": content}), Progress(TRAINING, epoch), {}, then or (lambda: None))  # type: ignore[arg-type]
+    commits.begin(lambda: Changes({"x": content}), Progress(TRAINING, epoch), {})
+    commits.complete(then or (lambda: None))  # type: ignore[arg-type]
 
 
 def test_loop_goes_on_while_a_commit_is_written(commits: Commits, disk: SlowDisk, paths: ExperimentPaths) -> None:
@@ -94,7 +95,8 @@ def test_next_commit_waits_for_the_one_before(commits: Commits, disk: SlowDisk, 
         taken.append(found.generation if found else None)
         return Changes()
 
-    commits.submit(changes, Progress(TRAINING, 2), {}, lambda: None)
+    commits.begin(changes, Progress(TRAINING, 2), {})
+    commits.complete(lambda: None)
     assert taken == [1]
 
 

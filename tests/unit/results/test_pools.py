@@ -25,10 +25,10 @@ def test_files_that_are_held_outlive_later_commits(paths: ExperimentPaths) -> No
     """Whatever is committed meanwhile, the weights are those of the commit that was opened."""
     manifest = newest_commit(paths)
     entries = pool_entries(paths, manifest, "last")
-    with HeldFiles(paths, manifest, entries.values()) as held:
-        expected = held.tensors(entries["trunk"])
+    with HeldFiles(paths, manifest, entries["trunk"].values()) as held:
+        expected = held.state(entries["trunk"])
         run_inside(paths.home, "--resume")
-        found = held.tensors(entries["trunk"])
+        found = held.state(entries["trunk"])
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
@@ -38,7 +38,7 @@ def test_commit_that_overtakes_the_opening_is_read_instead(paths: ExperimentPath
 
     def choose(manifest: Manifest) -> list[Entry]:
         seen.append(manifest.generation)
-        entries = list(pool_entries(paths, manifest, "last").values())
+        entries = [entry for files in pool_entries(paths, manifest, "last").values() for entry in files.values()]
         if len(seen) == 1:
             run_inside(paths.home, "--resume", "--stop-after-epoch", "2")
             with pytest.raises(Overtaken):
@@ -48,7 +48,7 @@ def test_commit_that_overtakes_the_opening_is_read_instead(paths: ExperimentPath
 
     with hold_together(paths, Processes(), choose) as (manifest, held):
         assert manifest.generation == seen[-1] > seen[0]
-        assert held.tensors(pool_entries(paths, manifest, "last")["trunk"])
+        assert held.state(pool_entries(paths, manifest, "last")["trunk"])
 
 
 @pytest.mark.parametrize(

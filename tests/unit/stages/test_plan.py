@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.experiment.definitions import LoaderArguments
-from pipeline.stages.plan import EpochPoints, Place, SplitShape, StepPlan, evaluation_places
+from pipeline.stages.plan import EpochPoints, Place, SplitShape, StepPlan, deal_rounds, evaluation_places
 
 SHAPES = (SplitShape("a", 40, 4, 1), SplitShape("b", 23, 3, 1))
 INDICES = {"a": np.arange(100, 140), "b": np.arange(500, 523)}
@@ -211,3 +211,18 @@ def test_any_number_of_processes_shares_the_same_plan(
         return
     dealt = Counter(place for rank in range(world_size) for place in plan.places_of(rank, world_size, 0))
     assert dealt == Counter(place for step in steps_of(plan) for place in step)
+
+
+@given(shapes, st.integers(1, 40), st.integers(1, 5))
+def test_rounds_keep_ranks_together(found: list[SplitShape], step_min_items: int, world_size: int) -> None:
+    """In each round all ranks run the same dataset, every batch counts once, and only a stand-in is run again."""
+    plan = StepPlan(found, step_min_items)
+    for index in range(len(plan)):
+        batches = list(enumerate(plan.step(index)))
+        dealt = [deal_rounds(batches, rank, world_size) for rank in range(world_size)]
+        assert len({len(turns) for turns in dealt}) == 1
+        for turns in zip(*dealt, strict=True):
+            assert len({turn.place.shape.dataset for turn in turns}) == 1
+            assert all(turn.place == turns[0].place for turn in turns if turn.is_stand_in)
+        counted = [(turn.position, turn.place) for turns in dealt for turn in turns if not turn.is_stand_in]
+        assert sorted(counted, key=lambda one: one[0]) == batches

@@ -1,0 +1,38 @@
+"""Reads folders of shards on one number of processes and writes them again: ``python -m tests.support.reshard``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from torch import nn
+from torch.optim import AdamW
+
+from pipeline.experiment.definitions import ModuleDefinition
+from pipeline.experiment.settings import TrainingSettings
+from pipeline.experiment.sharding import mesh_of, shard_module
+from pipeline.experiment.shards import load_module, load_optimizer
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.shard_writing import save_shards
+
+
+def trunk() -> nn.Module:
+    """Return the trunk of the tiny experiment."""
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+
+
+def reshard(data: Path, target: Path, processes: Processes) -> None:
+    """Load the trunk and its optimizer as a run would, and write both below another folder."""
+    module = trunk()
+    mesh = mesh_of(processes, TrainingSettings(parallelism="fsdp"))
+    if mesh is not None:
+        shard_module(ModuleDefinition(module), mesh)
+    optimizer = AdamW([{"name": "trunk", "params": module.parameters()}])
+    load_module(module, data / "module_ckps/last/trunk")
+    load_optimizer(optimizer, data / "optim_ckps/trunk")
+    save_shards(module.state_dict(), target / "module_ckps/last/trunk", processes)
+    save_shards(optimizer.state_dict(), target / "optim_ckps/trunk", processes)
+
+
+if __name__ == "__main__":
+    reshard(Path(sys.argv[1]), Path(sys.argv[2]), Processes.join())
