@@ -19,6 +19,7 @@ from pipeline.experiment.checks import (
     read_splits,
     unevaluated_registers,
 )
+from pipeline.experiment.compilation import compile_module
 from pipeline.experiment.contracts import ContractReader
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
@@ -115,12 +116,12 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _place_modules(components: Components, device: torch.device) -> None:
-    for definition in components.modules.values():
+    for name, definition in components.modules.items():
         definition.module.to(device)
         if definition.frozen:
             definition.module.requires_grad_(False).eval()
         if definition.compile:
-            definition.module.compile()
+            compile_module(definition.module, name)
 
 
 def _check_sync_batchnorm(components: Components, device: torch.device) -> None:
