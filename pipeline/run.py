@@ -186,7 +186,6 @@ class _Run:
         self._lock.acquire()
         if look(self._paths).is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
-        self._disk.remove(self._paths.stop_file)
         self._store.recover(PersistedParts.is_needed)
         refuse_changed_datasets(self._paths.name, self._store.current.fingerprints, fingerprints)
         self._store.know_datasets(fingerprints)
