@@ -242,10 +242,10 @@ class _Run:
         ]
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
-        self._compare_starts(machinery, differences(earlier[-1], start) if earlier else {})
+        self._compare_starts(machinery, progress, differences(earlier[-1], start) if earlier else {})
 
     @staticmethod
-    def _compare_starts(machinery: Machinery, changed: dict[str, str]) -> None:
+    def _compare_starts(machinery: Machinery, progress: Progress, changed: dict[str, str]) -> None:
         """Say what is otherwise than at the last start, and whether that matters to the bits."""
         is_exact = machinery.experiment.settings.training.gradient_reduction == "exact"
         harmless = [changed.pop(name) for name in GROUP if is_exact and name in changed]
@@ -257,9 +257,10 @@ class _Run:
             )
         if changed:
             LOGGER.warning(
-                "Otherwise than at the last start: %s. Training goes on; from here on, bits may differ from those of "
-                "an uninterrupted run, by rounding.",
+                "Otherwise than at the last start: %s. Training goes on; from %s on, bits may differ from those of an "
+                "uninterrupted run, by rounding.",
                 ", ".join(changed.values()),
+                progress.at_step(progress.step + 1),
             )
 
     def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:
