@@ -164,7 +164,7 @@ def test_processes_may_change_inside_an_epoch(alone: Path, moved: tuple[Path, li
 
 @pytest.mark.slow
 def test_weights_agree_to_rounding_whatever_the_processes_were(alone: Path, moved: tuple[Path, list[str]]) -> None:
-    """Three changes of the number of processes later, weights and running statistics are still the same to rounding."""
+    """Two changes of the number of processes later, weights and running statistics are still the same to rounding."""
     for path in sorted((alone / RESULTS / "module_ckps/last").glob("*.pt")):
         found = read_any(moved[0] / RESULTS / path.relative_to(alone / RESULTS))
         for name, tensor in read_any(path).items():
