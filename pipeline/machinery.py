@@ -105,7 +105,7 @@ def build_machinery(
         status=StatusFile(paths.status_file),
         journal=Journal(paths.journal_file, processes.rank),
         stop_requests=StopRequests(
-            paths.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
+            store.claim.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
         ),
     )
 

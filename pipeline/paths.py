@@ -107,10 +107,6 @@ class ExperimentPaths:
         return self.results / "starts.jsonl"
 
     @property
-    def stop_file(self) -> Path:
-        return self.results / "stop.request"
-
-    @property
     def data(self) -> Path:
         return self.results / "data"
 

@@ -188,7 +188,6 @@ class _Run:
         self._lock.acquire()
         if look(self._paths).is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
-        self._disk.remove(self._paths.stop_file)
         self._store.recover(PersistedParts.is_needed)
         refuse_changed_datasets(self._paths.name, self._store.current.fingerprints, fingerprints)
         self._store.know_datasets(fingerprints)
@@ -247,10 +246,10 @@ class _Run:
         ]
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
-        self._compare_starts(machinery, differences(earlier[-1], start) if earlier else {})
+        self._compare_starts(machinery, progress, differences(earlier[-1], start) if earlier else {})
 
     @staticmethod
-    def _compare_starts(machinery: Machinery, changed: dict[str, str]) -> None:
+    def _compare_starts(machinery: Machinery, progress: Progress, changed: dict[str, str]) -> None:
         """Say what is otherwise than at the last start, and whether that matters to the bits."""
         is_exact = machinery.experiment.settings.training.gradient_reduction == "exact"
         harmless = [changed.pop(name) for name in GROUP if is_exact and name in changed]
@@ -262,9 +261,10 @@ class _Run:
             )
         if changed:
             LOGGER.warning(
-                "Otherwise than at the last start: %s. Training goes on; from here on, bits may differ from those of "
-                "an uninterrupted run, by rounding.",
+                "Otherwise than at the last start: %s. Training goes on; from %s on, bits may differ from those of an "
+                "uninterrupted run, by rounding.",
                 ", ".join(changed.values()),
+                progress.at_step(progress.step + 1),
             )
 
     def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:

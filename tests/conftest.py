@@ -15,7 +15,7 @@ import torch
 from pipeline.runtime.logs import stop_logging
 from pipeline.runtime.signals import STOP_SIGNALS
 from tests.support.experiments import write_experiment
-from tests.support.running import run_inside
+from tests.support.running import end_launched, run_inside
 
 # Trackers set variables of their own, and must not talk to anyone.
 os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
@@ -26,6 +26,13 @@ def home(tmp_path: Path) -> Path:
     """A data home with the tiny experiment in it."""
     write_experiment(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def launching_home(tmp_path: Path) -> Iterator[Path]:
+    """An empty data home whose background runs are gone when the test is."""
+    yield tmp_path
+    end_launched(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -60,5 +67,5 @@ def leave_no_trace() -> Iterator[None]:
     for name in [name for name in sys.modules if name.startswith("_experiment_pymodules_")]:
         del sys.modules[name]
     leaked = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    ours = {name for name in leaked if not name.startswith(("WANDB_", "MLFLOW_", "_MLFLOW_"))}
+    ours = {name for name in leaked if not name.startswith(("WANDB_", "MLFLOW_", "_MLFLOW_", "_TORCHINDUCTOR_"))}
     assert ours <= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 
 from pipeline.arguments import command_line
 from pipeline.errors import StateConflict
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.launches import has_opened, launch_facts
+from pipeline.results.launches import launch_facts
+from pipeline.results.lock import find_stop_file
 from pipeline.results.situation import check_known
 from pipeline.results.states import RUNNING, STARTING, WAITING, state_of
 from pipeline.runtime.regular_files import replace_text
 
 EXAMPLE = "example:\n  python -m pipeline stop digits --after epoch --wait"
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_FOR_A_CLAIM = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
             _wait_for_start(paths)
         _check_running(paths)
     for paths in everything:
-        # Whole at once: the run may look at any moment.
-        replace_text(paths.stop_file, f"{arguments.after}\n")
+        _ask(paths, arguments.after)
         print(f"{paths.name}: asked to stop after the current {arguments.after}; it will be resumable")
     while arguments.wait and any(state_of(paths) == RUNNING for paths in everything):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -47,9 +49,22 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for_start(paths: ExperimentPaths) -> None:
-    """Wait until a launched run has opened its experiment, for before that it throws old requests away."""
-    while state_of(paths) in (STARTING, RUNNING) and not has_opened(paths, launch_facts(paths)):
+    while state_of(paths) == STARTING:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _ask(paths: ExperimentPaths, after: str) -> None:
+    """Leave a request where no other run will find it; one that has only just taken the lock is waited for."""
+    while True:
+        stop_file = find_stop_file(paths)
+        # Between the two looks the run may have ended, and its claim with it.
+        with contextlib.suppress(FileNotFoundError):
+            if stop_file is not None:
+                # Whole at once: the run may look at any moment.
+                replace_text(stop_file, f"{after}\n")
+                return
+        _check_running(paths)
+        time.sleep(_SECONDS_FOR_A_CLAIM)
 
 
 def _check_running(paths: ExperimentPaths) -> None:

@@ -19,6 +19,7 @@ from pipeline.experiment.checks import (
     read_splits,
     unevaluated_registers,
 )
+from pipeline.experiment.compilation import compile_module
 from pipeline.experiment.contracts import ContractReader
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
@@ -123,12 +124,12 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
-    for definition in components.modules.values():
+    for name, definition in components.modules.items():
         definition.module.to(device)
         if definition.frozen:
             definition.module.requires_grad_(False).eval()
         if definition.compile:
-            definition.module.compile()
+            compile_module(definition.module, name)
         if mesh is not None:
             shard_module(definition, mesh)
 

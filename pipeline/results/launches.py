@@ -37,8 +37,8 @@ def _record(paths: ExperimentPaths, who: dict[str, Any], after: str | None) -> N
 
 
 def has_opened(paths: ExperimentPaths, launch: dict[str, Any]) -> bool:
-    """Tell whether a launch has come to its run; where there is none, there is nothing to wait for."""
-    return not launch or _last_start(paths) not in (None, launch.get("last_start"))
+    """Tell whether a launch has come to its run, so that its process has no more to do than to leave."""
+    return _last_start(paths) not in (None, launch.get("last_start"))
 
 
 def _last_start(paths: ExperimentPaths) -> dict[str, Any] | None:

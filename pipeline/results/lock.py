@@ -35,7 +35,7 @@ from pipeline.runtime.regular_files import read_regular
 
 SECONDS_BETWEEN_BEATS = 3.0
 _BEATS_TO_WAIT_FOR = 5
-_OWNER_FILE, _BEAT_FILE = "owner.json", "beat"
+_OWNER_FILE, _BEAT_FILE, _STOP_FILE = "owner.json", "beat", "stop.request"
 _PREFIX = "claim_"
 # Whoever looks whether a run is alive holds the lock for an instant, which must not be taken for a run.
 _SECONDS_FOR_LOOKERS = 0.5
@@ -48,6 +48,11 @@ class Claim:
     def __init__(self, paths: ExperimentPaths) -> None:
         self._paths = paths
         self.folder = paths.temp_data / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+
+    @property
+    def stop_file(self) -> Path:
+        """Where the run is asked to stop: a request is for this run alone and ends with it."""
+        return self.folder / _STOP_FILE
 
     def check(self) -> None:
         """Stop a run that has lost its experiment before it writes anything."""
@@ -211,6 +216,15 @@ def is_held(paths: ExperimentPaths) -> bool:
         return any(_is_running(read_json(folder / _OWNER_FILE)) for folder in _claims(paths))
     lock.release()
     return False
+
+
+def find_stop_file(paths: ExperimentPaths) -> Path | None:
+    """Return where the live run looks for a request, or None while it has no claim yet; a dead run's does not count."""
+    claims = _claims(paths)
+    living = [folder for folder in claims if _is_running(read_json(folder / _OWNER_FILE))]
+    # Elsewhere, and in a container with processes of its own, signs of life must do.
+    found = living or [folder for folder in claims if _is_beating(folder / _BEAT_FILE)]
+    return found[0] / _STOP_FILE if found else None
 
 
 def seconds_since_beat(paths: ExperimentPaths) -> float | None:

@@ -36,7 +36,7 @@ class ResultsStore:
     """Commits and recovers the state of one experiment on behalf of the run that holds the claim."""
 
     def __init__(self, paths: ExperimentPaths, disk: Disk, claim: Claim) -> None:
-        self._paths, self._disk, self._claim = paths, disk, claim
+        self._paths, self._disk, self.claim = paths, disk, claim
         self._generations, self._view = Generations(paths), View(paths, disk)
         self.current = Manifest()
         self._older: list[Manifest] = []
@@ -53,7 +53,7 @@ class ResultsStore:
     @property
     def staging(self) -> Path:
         """Where the next commit is written."""
-        return self._claim.folder / f"generation_{self._next}"
+        return self.claim.folder / f"generation_{self._next}"
 
     def commit(self, changes: Changes, progress: Progress, run_state: dict[str, Any]) -> None:
         """Make ``changes`` the current state, whole or not at all."""
@@ -64,10 +64,10 @@ class ResultsStore:
 
         Folders of shards are made and left empty: they must be filled below ``staging`` before the rest begins.
         """
-        self._claim.check()
+        self.claim.check()
         staging = self.staging
         self._disk.check_room(self._paths.results, changes.num_bytes)
-        self._disk.make_scratch_folder(staging, self._claim.folder)
+        self._disk.make_scratch_folder(staging, self.claim.folder)
         for folder, save in changes.folders.items():
             self._disk.make_scratch_folder(staging / folder, staging)
             self._disk.perform("save", staging / folder, partial(save, staging / folder))
@@ -89,7 +89,7 @@ class ResultsStore:
         try:
             action()
         except (PipelineError, OSError) as error:
-            self._claim.check()
+            self.claim.check()
             if isinstance(error, PipelineError):
                 raise
             raise PipelineError(
@@ -114,7 +114,7 @@ class ResultsStore:
         manifest = self._stage(changes, manifest, staging)
         self._disk.write(staging / MANIFEST_FILE, bytes_writer(sealed_json(manifest.as_json())))
         self._disk.sync_folders(staging)
-        self._claim.check()
+        self.claim.check()
         self._disk.rename(staging, self._paths.generations / str(manifest.generation))
         self._disk.sync_folder(self._paths.generations)
         self._replace_state(manifest)
@@ -123,8 +123,8 @@ class ResultsStore:
         dropped = [one for one in [previous, *self._older] if one.generation not in manifest.older]
         self.current, self._older = manifest, kept
         # Whoever has taken over meanwhile does the rest, and must not be interfered with.
-        self._claim.check()
-        self._view.show(dict(self._changed(previous, manifest)), self._claim.folder)
+        self.claim.check()
+        self._view.show(dict(self._changed(previous, manifest)), self.claim.folder)
         self._view.hide(set(previous.files) - set(manifest.files))
         self._drop(dropped)
         if manifest.progress.is_finished:
@@ -165,7 +165,7 @@ class ResultsStore:
     def _replace_state(self, manifest: Manifest) -> None:
         """The commit itself; it takes a file of this run's claim, which a run that takes over has removed first."""
         state = State(manifest.generation, manifest.progress)
-        staging = self._claim.folder / "state.json"
+        staging = self.claim.folder / "state.json"
         self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state.as_json())), staging)
 
     def _changed(self, previous: Manifest, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
@@ -249,7 +249,7 @@ class ResultsStore:
             self._replace_state(manifest)
             named = manifest.generation
         stored = {path: one for path, one in self._generations.all_files(manifest).items() if self._is_stored(one)}
-        self._view.show(stored, self._claim.folder)
+        self._view.show(stored, self.claim.folder)
         self._warn_of_pools()
         # Nothing is deleted on doubt: what was damaged may still be of use to whoever looks into it.
         if named == manifest.generation and has_whole_chain:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,16 +20,11 @@ SLOW = {"training": {"checkpoint_every_steps": 1}, "data_loading": {"step_min_it
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A data home whose background runs are gone when the test is."""
-    write_experiment(tmp_path)
-    write_experiment(tmp_path, "second")
-    yield tmp_path
-    for path in tmp_path.glob("experiment_torchelastic_error_files/*/launch.json"):
-        try:
-            os.killpg(json.loads(path.read_text())["pid"], signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+def home(launching_home: Path) -> Path:
+    """A data home with two experiments."""
+    for name in ("tiny", "second"):
+        write_experiment(launching_home, name)
+    return launching_home
 
 
 def verb(home: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +15,6 @@ from tests.support.running import environment
 
 RECIPES = DOCS / "recipes"
 NAMES = sorted(page.stem for page in RECIPES.glob("*.md"))
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """An empty data home whose background runs are gone when the test is."""
-    yield tmp_path
-    for path in tmp_path.glob("experiment_torchelastic_error_files/*/launch.json"):
-        try:
-            os.killpg(json.loads(path.read_text())["pid"], signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def run_script(script: str, home: Path) -> str:
@@ -83,9 +69,9 @@ def follow(page: Path, home: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_works_as_written(name: str, home: Path) -> None:
+def test_recipe_works_as_written(name: str, launching_home: Path) -> None:
     """Whoever follows a page word by word gets to its end and sees what it shows."""
-    follow(RECIPES / f"{name}.md", home)
+    follow(RECIPES / f"{name}.md", launching_home)
 
 
 def test_shown_output_may_differ_in_numbers_only() -> None:

@@ -50,12 +50,13 @@ def test_signal_commits_and_exits_zero(homes: tuple[Path, Path], number: int) ->
 @pytest.mark.parametrize("wanted", ["step", "epoch"])
 @pytest.mark.slow
 def test_stop_request_file_stops_cleanly(homes: tuple[Path, Path], wanted: str) -> None:
-    """A request in the results folder ends the run with 0, at once or after the epoch, and only that run."""
+    """A request in the claim of a run ends the run with 0, at once or after the epoch, and only that run."""
     reference, stopped = homes
     run_inside(reference)
     with BackgroundRun(stopped) as run:
         run.wait_for(lambda: step_of(stopped)[0] >= 1)
-        (stopped / RESULTS / "stop.request").write_text(wanted)
+        (claim,) = (stopped / RESULTS / "temp_data").glob("claim_*")
+        (claim / "stop.request").write_text(wanted)
         assert run.wait() == 0
     progress = json.loads((stopped / RESULTS / "state.json").read_text())["progress"]
     assert progress["stage"] == "training"

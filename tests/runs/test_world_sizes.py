@@ -10,25 +10,34 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.results.comparison import read_any
+from pipeline.paths import ExperimentPaths
+from pipeline.progress import Progress
+from pipeline.results.comparison import first_difference, read_any
+from pipeline.results.starts import read_starts
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import run_inside, run_process
 
 WORLD_SIZES = (1, 2, 3, 4)
 RESULTS = "experiment_results/tiny/data"
-# Writes down every training batch it is given: its points, and their augmented values to the last bit.
+# Writes down every training batch it is given: its points, and their augmented values to the last bit. May ask its own
+# run to stop after so many batches of the first process.
 _WITNESS = FILES["pymodules/module_transforms/a.py"].replace(
     "outputs = modules",
     """if modules["trunk"].training:
                     line = [self.register, batch["idx"].tolist(), batch["x"].numpy().tobytes().hex()]
                     with open(os.environ["WITNESS"] + os.environ.get("RANK", "0"), "a") as file:
                         file.write(json.dumps(line) + "\\n")
+                    self.batches_seen.append(1)
+                    if (os.environ.get("RANK"), str(len(self.batches_seen))) == ("0", os.environ.get("STOP_AT")):
+                        os.kill(os.getpid(), signal.SIGTERM)
                 outputs = modules""",
 )
 EXPERIMENT: dict[str, str | None] = {
     "pymodules/module_transforms/a.py": _WITNESS.replace(
-        "from pipeline.components", "import json\n        import os\n\n        from pipeline.components", 1
-    ),
+        "from pipeline.components",
+        "import json\n        import os\n        import signal\n\n        from pipeline.components",
+        1,
+    ).replace('register = "loss_a"\n', 'register = "loss_a"\n            batches_seen = []\n', 1),
     "pymodules/dataloaders/b.py": """
         train_dataloader_args = {"batch_size": 3, "num_workers": 2}
         eval_dataloader_args = {"batch_size": 4, "num_workers": 0}
@@ -36,17 +45,25 @@ EXPERIMENT: dict[str, str | None] = {
 }
 
 
+def finished(home: Path, nproc: int) -> Path:
+    """Run the experiment to its end, from nothing, and return its home."""
+    write_experiment(home, files=EXPERIMENT)
+    done = run_process(home, nproc=nproc, env={"WITNESS": str(home / "seen_by_")})
+    assert done.returncode == 0, done.stderr
+    return home
+
+
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The experiment, run by one process."""
+    return finished(tmp_path_factory.mktemp("world_1"), 1)
+
+
+@pytest.fixture(scope="module")
+def homes(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The same experiment, run with one to four processes."""
-    found = {}
-    for nproc in WORLD_SIZES:
-        home = tmp_path_factory.mktemp(f"world_{nproc}")
-        write_experiment(home, files=EXPERIMENT)
-        done = run_process(home, nproc=nproc, env={"WITNESS": str(home / "seen_by_")})
-        assert done.returncode == 0, done.stderr
-        found[nproc] = home
-    return found
+    others = {nproc: finished(tmp_path_factory.mktemp(f"world_{nproc}"), nproc) for nproc in WORLD_SIZES[1:]}
+    return {1: alone, **others}
 
 
 def seen(home: Path) -> list[list[Any]]:
@@ -103,16 +120,52 @@ def test_idle_processes_are_reported_and_weights_nobody_used_stay(tmp_path: Path
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run that was stopped inside an epoch at four processes, then at two, and finished by three; what each said."""
+    home = tmp_path_factory.mktemp("moved")
+    write_experiment(home, files=EXPERIMENT)
+    said = []
+    for nproc, stop_at in ((4, 2), (2, 7), (3, 0)):
+        variables = {"WITNESS": str(home / "seen_by_"), "STOP_AT": str(stop_at)}
+        done = run_process(home, "--auto", nproc=nproc, env=variables)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    return home, said
+
+
 @pytest.mark.slow
-def test_resuming_with_another_number_of_processes_goes_on(tmp_path: Path) -> None:
-    """Stopped at two processes and resumed with one, it finishes, says what differs and stays equal to rounding."""
-    write_experiment(tmp_path)
-    write_experiment(tmp_path, "whole")
-    assert run_process(tmp_path, "--stop-after-epoch", "1", nproc=2).returncode == 0
-    done = run_process(tmp_path, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "world_size 2 → 1" in done.stdout
-    assert run_process(tmp_path, name="whole").returncode == 0
-    names = [tmp_path / "experiment_results" / name / "data/module_ckps/last/trunk.pt" for name in ("tiny", "whole")]
-    resumed, whole = (read_any(path) for path in names)
-    torch.testing.assert_close(resumed["0.weight"], whole["0.weight"], rtol=5e-3, atol=1e-4)
+def test_change_of_processes_is_told_with_its_first_step_and_recorded(moved: tuple[Path, list[str]]) -> None:
+    """Each resume says how many processes there were and are, and from which step on that may be seen in the bits."""
+    home, said = moved
+    starts = read_starts(ExperimentPaths(home, "tiny"))
+    assert [start["world_size"] for start in starts] == [4, 2, 3]
+    places = [Progress.from_json(start["from"]) for start in starts]
+    assert [place.epoch for place in places[1:]] == [1, 2]
+    for change, place, text in zip(("4 → 2", "2 → 3"), places[1:], said[1:], strict=True):
+        assert 0 < place.step < 5
+        step = f"epoch {place.epoch}, training, step {place.step + 1}"
+        assert f"world_size {change}. Training goes on; from {step} on, bits may differ" in text
+
+
+@pytest.mark.slow
+def test_processes_may_change_inside_an_epoch(alone: Path, moved: tuple[Path, list[str]]) -> None:
+    """Every item is seen once with the same bits, in the same steps and at the same learning rates; losses agree."""
+    parts = moved[0]
+    assert seen(parts) == seen(alone)
+    assert first_difference(alone / RESULTS / "module_ckps/init", parts / RESULTS / "module_ckps/init") is None
+    for path in sorted((alone / RESULTS).rglob("*_data*.npz")):
+        expected, found = read_any(path), read_any(parts / RESULTS / path.relative_to(alone / RESULTS))
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            is_rounded = name in ("means", "totals", "grad_norms")
+            np.testing.assert_allclose(found[name], values, rtol=2e-3 if is_rounded else 0)
+
+
+@pytest.mark.slow
+def test_weights_agree_to_rounding_whatever_the_processes_were(alone: Path, moved: tuple[Path, list[str]]) -> None:
+    """Two changes of the number of processes later, weights and running statistics are still the same to rounding."""
+    for path in sorted((alone / RESULTS / "module_ckps/last").glob("*.pt")):
+        found = read_any(moved[0] / RESULTS / path.relative_to(alone / RESULTS))
+        for name, tensor in read_any(path).items():
+            torch.testing.assert_close(found[name], tensor, rtol=5e-3, atol=1e-4)

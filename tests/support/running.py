@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +135,13 @@ class BackgroundRun:
             if time.monotonic() > limit or (self.process.poll() is not None and not condition()):
                 raise AssertionError(f"the condition never held; output:\n{self.text()}")
             time.sleep(every)
+
+
+def end_launched(home: Path) -> None:
+    """Kill every run that a verb has started in the background of a data home."""
+    for path in home.glob("experiment_torchelastic_error_files/**/launch.json"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(json.loads(path.read_text())["pid"], signal.SIGKILL)
 
 
 def send(pid: int, number: int) -> None:

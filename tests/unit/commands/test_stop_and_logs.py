@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -10,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.paths import ExperimentPaths
+from pipeline.results import lock as lock_module
 from pipeline.results.launches import record_launch
-from pipeline.results.lock import RunLock
+from pipeline.results.lock import RunLock, find_stop_file
+from pipeline.results.situation import look
 from tests.support.experiments import tree
+from tests.support.running import run_inside
 from tests.support.verbs import call, held
 
 
@@ -24,12 +30,12 @@ def paths(begun: Path) -> ExperimentPaths:
 
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_stop_leaves_a_request(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str], unit: str) -> None:
-    """A live run finds in its results what it is asked to finish first."""
+    """A live run finds in its claim what it is asked to finish first."""
     lock = RunLock(paths)
     lock.acquire()
     assert call(paths.home, "stop", "tiny", "--after", unit) == 0
+    assert lock.claim.stop_file.read_text().strip() == unit
     lock.release()
-    assert paths.stop_file.read_text().strip() == unit
     assert f"after the current {unit}" in capsys.readouterr().out
 
 
@@ -61,23 +67,68 @@ def test_run_that_is_only_starting_cannot_be_asked(home: Path, capsys: pytest.Ca
 
 
 def test_run_that_is_only_starting_is_waited_for(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --wait a launched run is asked once it has opened its experiment: before, it throws old requests away."""
+    """With --wait a launched run is asked as soon as it is alive, and not before."""
     paths.error_files.mkdir(parents=True, exist_ok=True)
     record_launch(paths, os.getpid())
-    was_asked_too_soon = []
 
-    def open_and_obey() -> None:
+    def start_and_obey() -> None:
         time.sleep(0.8)
-        was_asked_too_soon.append(paths.stop_file.exists())
-        with paths.starts_file.open("a") as file:
-            file.write('{"world_size": 1}\n')
-        while not paths.stop_file.exists():
-            time.sleep(0.01)
+        paths.launch_file.unlink()
+        with held(paths, partial(wait_for_request, paths)):
+            return
 
-    with held(paths, open_and_obey):
-        assert call(paths.home, "stop", "tiny", "--wait") == 0
-    assert was_asked_too_soon == [False]
+    launched = threading.Thread(target=start_and_obey)
+    launched.start()
+    assert call(paths.home, "stop", "tiny", "--wait") == 0
+    launched.join()
     assert "tiny: unfinished" in capsys.readouterr().out
+
+
+def wait_for_request(paths: ExperimentPaths) -> None:
+    while not list(paths.temp_data.glob("claim_*/stop.request")):
+        time.sleep(0.01)
+
+
+def test_request_made_as_soon_as_a_run_is_alive_is_obeyed(
+    paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever finds a run alive is heard by it, however little of its start it has behind it."""
+    acquire = RunLock.acquire
+
+    def acquire_and_be_asked(lock: RunLock) -> None:
+        acquire(lock)
+        assert call(paths.home, "stop", "tiny") == 0
+
+    monkeypatch.setattr(RunLock, "acquire", acquire_and_be_asked)
+    stood = look(paths).progress
+    assert run_inside(paths.home, "--resume") == stood
+    assert "(stop request)" in capsys.readouterr().out
+
+
+def test_request_to_a_dead_run_is_not_obeyed_by_the_next(paths: ExperimentPaths) -> None:
+    """A run that was killed before it saw its request takes it along."""
+    (leave_claim(paths) / "stop.request").write_text("step")
+    assert run_inside(paths.home, "--resume").is_finished
+
+
+def leave_claim(paths: ExperimentPaths) -> Path:
+    """Leave what a run leaves that was killed on this machine."""
+    claim = paths.temp_data / "claim_dead"
+    claim.mkdir()
+    (claim / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "process": "gone 1"}))
+    return claim
+
+
+def test_claim_of_a_dead_run_takes_no_requests(paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that takes over has a claim of its own, and is not asked before it has."""
+    monkeypatch.setattr(lock_module, "_BEATS_TO_WAIT_FOR", 0)
+    leave_claim(paths)
+    assert find_stop_file(paths) is None
+    lock = RunLock(paths)
+    lock.acquire()
+    assert find_stop_file(paths) == lock.claim.stop_file
+    lock.release()
+    assert find_stop_file(paths) is None
 
 
 def test_logs_shows_the_last_lines(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
