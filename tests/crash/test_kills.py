@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,13 @@ def test_runs_killed_many_times_end_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_runs_with_shards_end_with_the_same_bits(tmp_path: Path) -> None:
-    """Kills inside writes that two processes share are as harmless as any other."""
-    campaign = Campaign(tmp_path, 2, SEED, training={"parallelism": "fsdp"})
+@pytest.mark.parametrize(
+    ("nproc", "training"),
+    [(2, {"parallelism": "fsdp"}), (3, {"gradient_reduction": "exact"})],
+    ids=["fsdp", "exact"],
+)
+def test_kills_are_as_harmless_with_other_engines(tmp_path: Path, nproc: int, training: dict[str, Any]) -> None:
+    """Kills inside writes that processes share, and of runs that promise more, change nothing either."""
+    campaign = Campaign(tmp_path, nproc, SEED, training=training)
     assert len(list(campaign.run(4))) == 4
     assert campaign.table.is_passed, campaign.table

@@ -71,11 +71,13 @@ def seen(home: Path) -> list[list[Any]]:
     return sorted(json.loads(line) for line in lines)
 
 
+@pytest.mark.slow
 def test_every_number_of_processes_sees_the_same_augmented_items(homes: dict[int, Path]) -> None:
     """The batches of all epochs are the same, with the same bits after augmentation."""
     assert all(seen(homes[nproc]) == seen(homes[1]) for nproc in WORLD_SIZES)
 
 
+@pytest.mark.slow
 def test_every_item_is_seen_once_per_epoch(homes: dict[int, Path]) -> None:
     """Three epochs see each training point three times, no more and no less."""
     for home in homes.values():
@@ -87,6 +89,7 @@ def _all_points(register: str, size: int) -> list[tuple[str, int]]:
     return [(register, idx) for idx in range(size) if idx % 5]
 
 
+@pytest.mark.slow
 def test_steps_hold_the_same_items_and_losses_agree_to_rounding(homes: dict[int, Path]) -> None:
     """Records of every epoch and step agree: numbers of items exactly, losses to rounding."""
     for path in sorted((homes[1] / RESULTS / "loss_reg_data").rglob("*.npz")):
@@ -97,6 +100,7 @@ def test_steps_hold_the_same_items_and_losses_agree_to_rounding(homes: dict[int,
             np.testing.assert_allclose(found["totals"], expected["totals"], rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_weights_and_batchnorm_statistics_agree_to_rounding(homes: dict[int, Path]) -> None:
     """Final weights and running statistics do not depend on the number of processes but for rounding."""
     for path in sorted((homes[1] / RESULTS / "module_ckps/last").glob("*.pt")):

@@ -90,13 +90,21 @@ def test_other_machine_is_told_as_what_differs() -> None:
     """What may change bits is named with before and after; the rest is not."""
     before = {"world_size": 2, "torch": "2.6", "threads": 1, "host": "a"}
     now = {"world_size": 4, "torch": "2.7", "threads": 1, "host": "b"}
-    assert differences(before, now) == ["world_size 2 → 4", "torch 2.6 → 2.7"]
+    assert list(differences(before, now).values()) == ["world_size 2 → 4", "torch 2.6 → 2.7"]
+
+
+def test_devices_differ_by_their_kind() -> None:
+    """More of the same devices are no difference; another kind among them is."""
+    assert differences({"devices": ["A100", "A100"]}, {"devices": ["A100"]}) == {}
+    assert differences({"devices": ["A100"]}, {"devices": ["H100", "A100"]}) == {
+        "devices": "devices A100 → A100 and H100"
+    }
 
 
 def test_same_machine_differs_in_nothing() -> None:
     """A resume under the same conditions has nothing to warn of."""
     start = describe_start(Processes(), Progress())
-    assert differences(start, describe_start(Processes(), Progress())) == []
+    assert differences(start, describe_start(Processes(), Progress())) == {}
 
 
 def test_starts_that_cannot_be_read_are_not_overwritten(paths: ExperimentPaths) -> None:
