@@ -58,8 +58,8 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 OverSubs
 """
 
 
-def is_possible() -> bool:
-    return os.geteuid() == 0 and all(shutil.which(program) for program in PROGRAMS)
+def missing_programs() -> list[str]:
+    return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
 @contextmanager
