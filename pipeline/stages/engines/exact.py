@@ -56,7 +56,7 @@ class ExactEngine(GradientEngine):
             raise PipelineError(
                 "gradient_reduction: exact adds dense gradients only, but a module has sparse ones.\n"
                 "  fix: create its embedding with sparse=False, or set gradient_reduction to fast."
-            ).shared()
+            )
         return gradients
 
     def _reduce(self) -> torch.Tensor:
