@@ -133,11 +133,6 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def send_from_rank_zero(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by rank zero's, in place."""
-        if self.world_size > 1:
-            dist.broadcast(tensor, src=0)
-
     def least(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the smallest of each element over all ranks, in place."""
         if self.world_size > 1:
