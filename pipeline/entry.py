@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -19,6 +20,8 @@ from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_ze
 from pipeline.errors import PipelineError
 from pipeline.experiment.user_code import author_frames
 from pipeline.paths import ExperimentPaths, data_home
+from pipeline.results.journal import END, Journal
+from pipeline.results.starts import read_starts
 from pipeline.results.store import peek
 from pipeline.run import Watch, run
 from pipeline.runtime.last_resort import end_launcher_later, may_start_again
@@ -36,6 +39,7 @@ _CONTINUE = " The last commit is intact; continue with --auto."
 # What all processes do at the same moment is told by the first of them.
 _TO_FAIL = "to fail"
 _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
+_SECONDS_TO_WRITE_DOWN = 5
 _TOLD_ABOVE = "none; what is wrong and what to do is told above, before the traceback of torchrun itself"
 _MEMORY_WORDS = ("out of memory", "can't allocate memory")
 _OUT_OF_MEMORY = (
@@ -58,7 +62,7 @@ def join_and_act(act: Callable[[Processes], object], paths: ExperimentPaths | No
     processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
         processes = Processes.join()
-        processes.watch_machines(lambda host, seconds: _leave_alone(host, seconds, paths))
+        processes.watch_machines(lambda host, seconds: _leave_alone(host, seconds, processes, paths))
         act(processes)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         return conclude_failure(error, processes, paths)
@@ -75,14 +79,27 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave_alone(host: str, seconds: int, paths: ExperimentPaths | None) -> NoReturn:
+def _leave_alone(host: str, seconds: int, processes: Processes, paths: ExperimentPaths | None) -> NoReturn:
     """End while the run waits for a machine that will not answer; what it is writing is as after a kill."""
     told = PipelineError(_LOST_MACHINE.format(host, seconds) + (_CONTINUE if paths else ""))
-    LOGGER.error(told)
-    _record_told(told)
+    print(f"\n{told}", file=sys.stderr, flush=True)
+    # The files may be on a machine that is out of reach as well.
+    writing = Thread(target=_write_down, args=(told, processes, paths), daemon=True)
+    writing.start()
+    writing.join(_SECONDS_TO_WRITE_DOWN)
     if has_launcher() and not may_start_again():
         end_launcher_later()
     leave(1)
+
+
+def _write_down(told: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
+    """Leave a last message in the log, in the journal and where torchrun looks for it."""
+    _record_told(told)
+    log_file_only(str(told))
+    if paths is not None and peek(paths):
+        journal = Journal(paths.journal_file, processes.rank)
+        journal.start = len(read_starts(paths))
+        journal.note(END, outcome="failed", error=str(told))
 
 
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.paths import ExperimentPaths
+from pipeline.results.outcomes import outcomes
 from tests.crash.experiment import check_same, committed, prepare
 from tests.support.machines import Machines
 from tests.support.running import run_process
@@ -26,5 +28,8 @@ def test_machines_that_lose_each_other_both_end_and_lose_nothing(
         assert all(agent.wait() != 0 for agent in agents), machines.said()
         for agent, other in zip(agents, reversed(machines.names), strict=True):
             assert f"Machine {other} has not answered for 12 seconds" in agent.text()
+    (start,) = outcomes(ExperimentPaths(home, "tiny"))
+    assert start["outcome"] == "failed"
+    assert "has not answered" in start["errors"][0]["error"]
     assert run_process(home, "--auto", nproc=2).returncode == 0
     check_same(undisturbed(2), home)
