@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipeline.errors import PipelineError
 from pipeline.runtime.durable import Disk, bytes_writer
 from pipeline.runtime.processes import Processes
-from pipeline.runtime.shard_index import FORMAT, Keys
-from pipeline.runtime.sharded_files import INDEX, VALUES, split_state
+from pipeline.runtime.shard_index import FORMAT, Keys, parse_index
+from pipeline.runtime.sharded_files import INDEX, VALUES, file_sizes, split_state
 
 
 def save_shards(state: dict[str, Any], folder: Path, processes: Processes) -> None:
@@ -53,6 +53,18 @@ def save_shards(state: dict[str, Any], folder: Path, processes: Processes) -> No
         index = _index(metadata, dict(zip(named, tensors, strict=True)))
         Disk().write(folder / INDEX, bytes_writer(index))
         Disk().write(folder / VALUES, lambda file: torch.save(values, file))
+        _check_complete(folder, index)
+
+
+def _check_complete(folder: Path, index: bytes) -> None:
+    """What other machines have written must be seen here as well: a commit is made of what is seen."""
+    try:
+        parse_index(index, file_sizes(folder))
+    except ValueError as error:
+        raise PipelineError(
+            f"Could not save {folder}: {error}. The last commit is intact.\n"
+            "  fix: let all machines mount the data home without caching names, then run again with --resume."
+        ) from error
 
 
 def _refusal(folder: Path, error: CheckpointException) -> PipelineError:
