@@ -40,13 +40,13 @@ STATE = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A state as one process writes it."""
-    save_shards(STATE, tmp_path / "shards", Processes())
+    save_shards({tmp_path / "shards": STATE}, Processes())
     return tmp_path / "shards"
 
 
 def test_state_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
     """Tensors, plain values, nested dicts and their keys are what was saved."""
-    save_shards(load_shards(folder), tmp_path / "again/shards", Processes())
+    save_shards({tmp_path / "again/shards": load_shards(folder)}, Processes())
     found = load_shards(folder)
     assert torch.equal(found["state"][0]["moment"], torch.ones(2))
     assert (found["_extra_state"], found["param_groups"], found["state"][1]) == (
@@ -70,7 +70,7 @@ def test_torch_reads_the_same_folder(folder: Path) -> None:
 def test_module_keeps_the_versions_of_its_layers(tmp_path: Path) -> None:
     """What hangs on a state dict besides its items is kept too."""
     state = nn.BatchNorm1d(3).state_dict()
-    save_shards(state, tmp_path / "shards", Processes())
+    save_shards({tmp_path / "shards": state}, Processes())
     assert load_shards(tmp_path / "shards")._metadata == state._metadata  # type: ignore[attr-defined]
 
 
@@ -116,7 +116,7 @@ def test_folder_that_lacks_a_piece_is_no_commit(tmp_path: Path, monkeypatch: pyt
     """Where rank zero does not see what another machine has written, nothing is committed."""
     monkeypatch.setattr(shard_writing, "file_sizes", lambda folder: {INDEX: 1})
     with pytest.raises(PipelineError, match=r"'__0_0.distcp', which is not there\. The last commit is intact"):
-        save_shards(STATE, tmp_path / "shards", Processes())
+        save_shards({tmp_path / "shards": STATE}, Processes())
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda one: st.lists(one, max_size=5)))
