@@ -122,11 +122,15 @@ class PersistedParts:
         """Fill the folders of a commit that has begun, together with all other processes."""
         from pipeline.runtime.shard_writing import save_shards
 
-        for path, folder in folders.items():
-            owners = self._components.all_modules if path.startswith("module_ckps/") else self._experiment.optimizers
-            state = owners[folder.name].state_dict()
-            check_state(path, state)
-            save_shards(state, folder, self._processes)
+        states = {folder: self._owner(path).state_dict() for path, folder in folders.items()}
+        for folder, state in states.items():
+            check_state(folder.name, state)
+        save_shards(states, self._processes)
+
+    def _owner(self, path: str) -> Any:
+        """Return the module or the optimizer that a folder of shards belongs to."""
+        owners = self._components.all_modules if path.startswith("module_ckps/") else self._experiment.optimizers
+        return owners[Path(path).name]
 
     def _loss_weighter(self) -> Changes:
         return Changes(folders={"loss_weighter_data": self._components.loss_weighter.save})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,6 +153,20 @@ def _entries(value: dict[str, Any]) -> dict[str, Entry]:
     if odd:
         raise ValueError(f"{odd[0]!r} leads out of the results")
     return {path: Entry.from_json(entry) for path, entry in value.items()}
+
+
+def outside(files: dict[str, Entry], folder: str) -> dict[str, Entry]:
+    """Return the files that are not below a folder."""
+    return {path: entry for path, entry in files.items() if not path.startswith(folder + "/")}
+
+
+def renamed(files: dict[str, Entry], name: str, other: str) -> Iterator[tuple[str, Entry]]:
+    """Yield a file, or all files of a folder, under another name."""
+    if name in files:
+        yield other, files[name]
+    yield from (
+        (other + path.removeprefix(name), entry) for path, entry in files.items() if path.startswith(name + "/")
+    )
 
 
 def read_state(path: Path) -> State | None:

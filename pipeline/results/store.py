@@ -23,7 +23,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.results.generations import HIDDEN, Generations, matches
 from pipeline.results.lock import Claim
-from pipeline.results.manifest import MANIFEST_FILE, Entry, Manifest, SealedList, State, sealed_json
+from pipeline.results.manifest import MANIFEST_FILE, Entry, Manifest, SealedList, State, outside, renamed, sealed_json
 from pipeline.results.view import View
 from pipeline.runtime.durable import Changes, Digest, Disk, bytes_writer
 from pipeline.runtime.logs import LOGGER
@@ -135,10 +135,10 @@ class ResultsStore:
         for path, writer in changes.files.items():
             files[path] = self._write(staging, path, writer)
         for folder in (*changes.folders, *changes.shards):
-            files = _without_folder(files, folder)
+            files = outside(files, folder)
             files.update(self._saved_folder(staging, folder))
         for path, other in changes.same_as.items():
-            files = {**_without_folder(files, path), **dict(_renamed(files, other, path))}
+            files = {**outside(files, path), **dict(renamed(files, other, path))}
         return replace(manifest, files=files, sealed=self._stage_sealed(changes, manifest, staging))
 
     def _stage_sealed(self, changes: Changes, manifest: Manifest, staging: Path) -> Entry | None:
@@ -278,19 +278,6 @@ class ResultsStore:
         """Return where the files of the running epoch are, in order."""
         hidden = sorted(path for path in self.current.files if path.startswith(HIDDEN))
         return [self._generations.stored(self.current.files[path]) for path in hidden]
-
-
-def _without_folder(files: dict[str, Entry], folder: str) -> dict[str, Entry]:
-    return {path: entry for path, entry in files.items() if not path.startswith(folder + "/")}
-
-
-def _renamed(files: dict[str, Entry], name: str, other: str) -> Iterator[tuple[str, Entry]]:
-    """Yield a file, or all files of a folder, under another name."""
-    if name in files:
-        yield other, files[name]
-    yield from (
-        (other + path.removeprefix(name), entry) for path, entry in files.items() if path.startswith(name + "/")
-    )
 
 
 def peek(paths: ExperimentPaths) -> Manifest | None:

@@ -9,6 +9,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,37 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipeline.errors import PipelineError
 from pipeline.runtime.durable import Disk, bytes_writer
 from pipeline.runtime.processes import Processes
-from pipeline.runtime.shard_index import FORMAT, Keys
-from pipeline.runtime.sharded_files import INDEX, VALUES, split_state
+from pipeline.runtime.shard_index import FORMAT, Keys, parse_index
+from pipeline.runtime.sharded_files import INDEX, VALUES, file_sizes, split_state
 
 
-def save_shards(state: dict[str, Any], folder: Path, processes: Processes) -> None:
-    """Write a state together with all other ranks, each its own pieces; an error of one is an error of all."""
-    tensors, values = split_state(state)
-    named = {".".join(map(str, keys)): tensor for keys, tensor in tensors.items()}
-    if len(named) < len(tensors):
-        raise PipelineError(
-            f"The keys of the state of {folder.name} must tell its tensors apart, but two have one name."
-        )
+def save_shards(states: Mapping[Path, dict[str, Any]], processes: Processes) -> None:
+    """Write states into folders together with all other ranks, each its own pieces; an error of one is an error of all.
+
+    What rank zero does alone comes last: no rank may leave while others go on to write together.
+    """
+    split = {folder: split_state(state) for folder, state in states.items()}
+    for folder, (tensors, _) in split.items():
+        _check_names(folder, tensors)
+    written = {folder: _write_pieces(folder, tensors, processes) for folder, (tensors, _) in split.items()}
+    for folder, (tensors, values) in split.items() if processes.is_rank_zero else ():
+        index = _index(written[folder], {_name(keys): keys for keys in tensors})
+        Disk().write(folder / INDEX, bytes_writer(index))
+        Disk().write(folder / VALUES, partial(torch.save, values))
+        _check_complete(folder, index)
+
+
+def _name(keys: Keys) -> str:
+    return ".".join(map(str, keys))
+
+
+def _check_names(folder: Path, tensors: Mapping[Keys, torch.Tensor]) -> None:
+    if len({_name(keys) for keys in tensors}) < len(tensors):
+        raise PipelineError(f"The keys of the state of {folder.name} must tell its tensors apart, but do not.")
+
+
+def _write_pieces(folder: Path, tensors: Mapping[Keys, torch.Tensor], processes: Processes) -> Metadata:
+    named = {_name(keys): tensor for keys, tensor in tensors.items()}
     # What is not sharded is the same on every rank, or should be rank zero's.
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
@@ -41,18 +61,23 @@ def save_shards(state: dict[str, Any], folder: Path, processes: Processes) -> No
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            metadata = save(
-                named,
-                storage_writer=FileSystemWriter(folder),
-                planner=planner,
-                no_dist=processes.world_size == 1,
-            )
+            is_alone = processes.world_size == 1
+            writer = FileSystemWriter(folder)
+            metadata: Metadata = save(named, storage_writer=writer, planner=planner, no_dist=is_alone)
+            return metadata
     except CheckpointException as error:
         raise _refusal(folder, error) from error
-    if processes.is_rank_zero:
-        index = _index(metadata, dict(zip(named, tensors, strict=True)))
-        Disk().write(folder / INDEX, bytes_writer(index))
-        Disk().write(folder / VALUES, lambda file: torch.save(values, file))
+
+
+def _check_complete(folder: Path, index: bytes) -> None:
+    """What other machines have written must be seen here as well: a commit is made of what is seen."""
+    try:
+        parse_index(index, file_sizes(folder))
+    except ValueError as error:
+        raise PipelineError(
+            f"Could not save {folder}: {error}. The last commit is intact.\n"
+            "  fix: let all machines mount the data home without caching names, then run again with --resume."
+        ) from error
 
 
 def _refusal(folder: Path, error: CheckpointException) -> PipelineError:

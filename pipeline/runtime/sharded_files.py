@@ -67,6 +67,11 @@ def load_state(path: Path) -> Any:
     return load_shards(path) if path.is_dir() else load_weights(path)
 
 
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return how large the files of a folder are; links lead elsewhere and are none of them."""
+    return {path.name: regular_size(path) for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+
+
 class _Folder:
     def __init__(self, folder: Path, opened: Mapping[str, BinaryIO] | None) -> None:
         self._folder, self._opened = folder, opened
@@ -77,8 +82,7 @@ class _Folder:
     def _sizes(self) -> dict[str, int]:
         if self._opened is not None:
             return {name: file.seek(0, io.SEEK_END) for name, file in self._opened.items()}
-        files = (path for path in self._folder.iterdir() if path.is_file() and not path.is_symlink())
-        return {path.name: regular_size(path) for path in files}
+        return file_sizes(self._folder)
 
     def load(self, target: Target) -> dict[str, Any]:
         state: dict[str, Any] = self._values()

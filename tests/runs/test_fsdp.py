@@ -210,7 +210,7 @@ def test_rank_that_cannot_write_stops_all(tmp_path: Path) -> None:
 
         def limit_files(step):
             if os.environ.get("RANK") == "1" and not Path(os.environ["MAY_WRITE"]).exists() and step == 3:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
 
         class Limit(BaseScheduler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,31 @@ def test_committed_file_that_means_harm_is_refused(begun: Path, name: str, harm:
     """Even with the right digest a committed file is read as a stranger's: refused by name, with a remedy."""
     replace_committed(begun, name, harm)
     check_refused(begun, str(begun / RESULTS / "data" / name))
+
+
+def hostile_shards(path: Path, canary: Path) -> None:
+    """Write what would create the canary, or an index of what no memory could hold."""
+    call, pieces = Call(os.mkdir, (str(canary),)), [[[0], [2**45], "__0_0.distcp", 0, 9]]
+    if path.suffix == ".json":
+        entry = {"path": ["x"], "dtype": "float32", "shape": [2**45], "pieces": pieces}
+        path.write_text(json.dumps({"format": 1, "tensors": [entry]}))
+    elif path.name == ".metadata":
+        path.write_bytes(pickle.dumps(call))
+    else:
+        save_hostile(path, call)
+
+
+SHARDS = ["module_ckps/last/trunk/__0_0.distcp", "module_ckps/frzn/stem/index.json", "optim_ckps/trunk/values.pt"]
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_committed_shards_that_mean_harm_are_refused(home: Path, name: str) -> None:
+    """A folder of shards is read with the same care, and the pickle that torch keeps in it not at all."""
+    write_experiment(home, training={"parallelism": "fsdp"})
+    run_inside(home, "--stop-after-epoch", "0")
+    for hostile in (name, f"{Path(name).parent}/.metadata"):
+        replace_committed(home, hostile, hostile_shards)
+    check_refused(home, str(home / RESULTS / "data" / Path(name).parent))
 
 
 def test_steps_of_a_running_epoch_that_mean_harm_are_refused(home: Path, harm: Harm) -> None:

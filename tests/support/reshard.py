@@ -30,8 +30,8 @@ def reshard(data: Path, target: Path, processes: Processes) -> None:
     optimizer = AdamW([{"name": "trunk", "params": module.parameters()}])
     load_module(module, data / "module_ckps/last/trunk")
     load_optimizer(optimizer, data / "optim_ckps/trunk")
-    save_shards(module.state_dict(), target / "module_ckps/last/trunk", processes)
-    save_shards(optimizer.state_dict(), target / "optim_ckps/trunk", processes)
+    states = {"module_ckps/last/trunk": module.state_dict(), "optim_ckps/trunk": optimizer.state_dict()}
+    save_shards({target / path: state for path, state in states.items()}, processes)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -11,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from pipeline.errors import UnreadableFile
+from pipeline.errors import PipelineError, UnreadableFile
 from pipeline.results.comparison import first_difference
+from pipeline.runtime import shard_writing
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.shard_index import parse_index
 from pipeline.runtime.shard_writing import save_shards
 from pipeline.runtime.sharded_files import INDEX, VALUES, load_shards, num_bytes
 from tests.support.hostile import Call, Stored, Tensor, save_hostile
@@ -35,13 +40,13 @@ STATE = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A state as one process writes it."""
-    save_shards(STATE, tmp_path / "shards", Processes())
+    save_shards({tmp_path / "shards": STATE}, Processes())
     return tmp_path / "shards"
 
 
 def test_state_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
     """Tensors, plain values, nested dicts and their keys are what was saved."""
-    save_shards(load_shards(folder), tmp_path / "again/shards", Processes())
+    save_shards({tmp_path / "again/shards": load_shards(folder)}, Processes())
     found = load_shards(folder)
     assert torch.equal(found["state"][0]["moment"], torch.ones(2))
     assert (found["_extra_state"], found["param_groups"], found["state"][1]) == (
@@ -65,7 +70,7 @@ def test_torch_reads_the_same_folder(folder: Path) -> None:
 def test_module_keeps_the_versions_of_its_layers(tmp_path: Path) -> None:
     """What hangs on a state dict besides its items is kept too."""
     state = nn.BatchNorm1d(3).state_dict()
-    save_shards(state, tmp_path / "shards", Processes())
+    save_shards({tmp_path / "shards": state}, Processes())
     assert load_shards(tmp_path / "shards")._metadata == state._metadata  # type: ignore[attr-defined]
 
 
@@ -105,6 +110,23 @@ def test_index_that_claims_what_is_not_there_is_refused(folder: Path, name: str)
     changed(folder, change)
     with pytest.raises(UnreadableFile, match=told):
         load_shards(folder)
+
+
+def test_folder_that_lacks_a_piece_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rank zero does not see what another machine has written, nothing is committed."""
+    monkeypatch.setattr(shard_writing, "file_sizes", lambda folder: {INDEX: 1})
+    with pytest.raises(PipelineError, match=r"'__0_0.distcp', which is not there\. The last commit is intact"):
+        save_shards({tmp_path / "shards": STATE}, Processes())
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda one: st.lists(one, max_size=5)))
+def test_any_index_is_refused_or_makes_sense(value: Any) -> None:
+    """Nothing that may stand in an index makes more of it than a refusal."""
+    entry = {"path": ["a"], "dtype": "float32", "shape": [2], "pieces": [[[0], [2], "f", 0, 8]]}
+    for key in entry:
+        content = json.dumps({"format": 1, "tensors": [{**entry, key: value}]}).encode()
+        with contextlib.suppress(ValueError):
+            assert len(parse_index(content, {"f": 8})) == 1
 
 
 @pytest.mark.parametrize("value", [Call(os.mkdir, ("canary",)), Tensor(Stored(4), (2**45,), (0,))])
