@@ -139,17 +139,9 @@ class Processes:
             dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return tensor
 
-    def exchange(self, rows: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
+    def exchange(self, sent: torch.Tensor, received: torch.Tensor, num_rows: list[int]) -> None:
         """Send an equal share of the rows to each rank, in rank order; rank ``r`` sends ``num_rows[r]`` to each."""
-        received = rows.new_empty((sum(num_rows), rows.shape[1]))
-        dist.all_to_all_single(received, rows, num_rows, [num_rows[self.rank]] * self.world_size)
-        return received
-
-    def concatenate(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parts of all ranks, of equal length, in rank order."""
-        whole = part.new_empty(self.world_size * len(part))
-        dist.all_gather_into_tensor(whole, part.contiguous())
-        return whole
+        dist.all_to_all_single(received, sent, num_rows, [num_rows[self.rank]] * self.world_size)
 
     def any(self, statement: bool) -> bool:
         """Tell on every rank whether the statement holds on any."""

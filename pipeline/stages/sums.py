@@ -14,7 +14,7 @@ from pipeline.stages.tree import Branch, Branches, branches_of
 
 Tensors = list[torch.Tensor | None]
 # How many bytes of a sum travel at once: enough to keep a network busy, little beside what a step needs anyway.
-_BUCKET_BYTES = 32 << 20
+_BUCKET_BYTES = 4 << 20
 # The one number that changes nothing when it is added: 0.0 would turn -0.0 into 0.0.
 _NOTHING = -0.0
 
@@ -72,6 +72,7 @@ class TreeSums:
         self._like = [torch.empty_like(tensor, device="meta") for tensor in like]
         self._processes, self._device = processes, processes.device
         self._buckets = list(_buckets(self._like))
+        self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def begin(self, num_batches: int) -> None:
         self._num_batches = num_batches
@@ -90,45 +91,56 @@ class TreeSums:
             return self._branches.root()
         own = [branch.value for branch in self._branches.held]
         # What a rank has summed up is not needed any more once it was sent, so that the totals may take its place.
-        totals = [self._room(index, own) for index in range(len(self._like))]
+        totals = [self._place_for(index, own) for index in range(len(self._like))]
         for bucket in self._buckets:
-            reduced = self._reduced(bucket, own)
-            parts = reduced.split(_sizes(bucket, len(reduced)))
-            for piece, part in zip(bucket, parts, strict=False):
+            *parts, _ = _split(self._reduced(bucket, own), bucket)
+            for piece, part in zip(bucket, parts, strict=True):
                 _flat(totals[piece.tensor])[piece.start : piece.stop].copy_(part)
         return list(totals)
 
-    def _room(self, index: int, own: list[Tensors]) -> torch.Tensor:
+    def _place_for(self, index: int, own: list[Tensors]) -> torch.Tensor:
         found = (tensors[index] for tensors in own)
-        room = next((tensor for tensor in found if tensor is not None), None)
-        return torch.empty_like(self._like[index], device=self._device) if room is None else room
+        place = next((tensor for tensor in found if tensor is not None), None)
+        return torch.empty_like(self._like[index], device=self._device) if place is None else place
 
     def _reduced(self, bucket: list[_Piece], own: list[Tensors]) -> torch.Tensor:
         """Return the sum of one bucket over all batches of all ranks, with some elements more at its end."""
-        rank_branches = [
-            branches_of(self._num_batches, rank, self._processes.world_size)
-            for rank in range(self._processes.world_size)
-        ]
-        received = self._processes.exchange(self._packed(bucket, own), [len(branches) for branches in rank_branches])
+        world_size = self._processes.world_size
+        held = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
+        sent = self._packed(bucket, own)
+        received = self._scratch("received", sum(map(len, held)), sent)
+        self._processes.exchange(sent, received, [len(branches) for branches in held])
         sums = Branches[torch.Tensor](torch.Tensor.add_)
-        for branch, row in zip((one for branches in rank_branches for one in branches), received, strict=True):
+        for branch, row in zip((one for branches in held for one in branches), received, strict=True):
             sums.push(Branch(branch.start, branch.size, row))
-        return self._processes.concatenate(sums.root())
+        # Gathering the parts is an exchange in which everyone gets the same; gloo's own way takes twice as long.
+        part, whole = self._scratch("sent", world_size, sent), self._scratch("whole", world_size, sent)
+        self._processes.exchange(part.copy_(sums.root()), whole, [1] * world_size)
+        return whole.view(-1)
 
     def _packed(self, bucket: list[_Piece], own: list[Tensors]) -> torch.Tensor:
         """Return rows of equal length: for each rank its part of every branch of this rank."""
         world_size, num_elements = self._processes.world_size, sum(piece.stop - piece.start for piece in bucket)
-        num_each = -(-num_elements // world_size)
         dtype = self._like[bucket[0].tensor].dtype
-        rows = torch.empty((len(own), world_size * num_each), dtype=dtype, device=self._device)
-        for row, tensors in zip(rows, own, strict=True):
-            *places, rest = row.split(_sizes(bucket, len(row)))
+        row_like = torch.empty((1, -(-num_elements // world_size)), dtype=dtype, device="meta")
+        rows = self._scratch("branches", world_size * len(own), row_like)
+        for row, tensors in zip(rows.view(len(own), world_size * rows.shape[1]), own, strict=True):
+            *places, rest = _split(row, bucket)
             rest.fill_(_NOTHING)
             for piece, place in zip(bucket, places, strict=True):
                 tensor = tensors[piece.tensor]
                 place.fill_(_NOTHING) if tensor is None else place.copy_(_flat(tensor)[piece.start : piece.stop])
-        by_rank = rows.view(len(own), world_size, num_each).transpose(0, 1)
-        return by_rank.reshape(world_size * len(own), num_each)
+        if len(own) == 1:
+            return rows
+        by_rank = rows.view(len(own), world_size, rows.shape[1]).transpose(0, 1)
+        return self._scratch("sent", len(rows), rows).view_as(by_rank).copy_(by_rank).view_as(rows)
+
+    def _scratch(self, name: str, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Return rows in memory that is used again and again: fresh memory costs more than what is done with it."""
+        num_elements, key = num_rows * like.shape[1], (name, like.dtype)
+        if key not in self._kept or len(self._kept[key]) < num_elements:
+            self._kept[key] = torch.empty(num_elements, dtype=like.dtype, device=self._device)
+        return self._kept[key][:num_elements].view(num_rows, like.shape[1])
 
 
 def _buckets(like: list[torch.Tensor]) -> Iterator[list[_Piece]]:
@@ -148,10 +160,10 @@ def _buckets(like: list[torch.Tensor]) -> Iterator[list[_Piece]]:
         yield bucket
 
 
-def _sizes(bucket: list[_Piece], num_elements: int) -> list[int]:
-    """Return the sizes of the pieces of a bucket, and of what is left of so many elements."""
+def _split(elements: torch.Tensor, bucket: list[_Piece]) -> list[torch.Tensor]:
+    """Return the places of the pieces of a bucket among its elements, and what is left."""
     sizes = [piece.stop - piece.start for piece in bucket]
-    return [*sizes, num_elements - sum(sizes)]
+    return list(elements.split([*sizes, len(elements) - sum(sizes)]))
 
 
 def _arranged(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

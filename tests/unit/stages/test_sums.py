@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.runtime.processes import Processes
-from pipeline.stages.sums import TreeSums, _buckets
+from pipeline.stages.sums import _BUCKET_BYTES, TreeSums, _buckets
 
 
 def test_absent_tensors_add_nothing() -> None:
@@ -35,12 +35,12 @@ def test_sum_is_that_of_the_tree() -> None:
 
 def test_buckets_cut_large_tensors_and_keep_types_apart() -> None:
     """No bucket holds more than its limit or two types, and together they hold every element once, in order."""
-    like = [torch.empty(size, device="meta") for size in (5, 20 << 20, 3)]
+    like = [torch.empty(size, device="meta") for size in (5, _BUCKET_BYTES, 3)]
     like.append(torch.empty(4, dtype=torch.int64, device="meta"))
     buckets = list(_buckets(like))
     pieces = [piece for bucket in buckets for piece in bucket]
     assert [len({like[piece.tensor].dtype for piece in bucket}) for bucket in buckets] == [1] * len(buckets)
-    assert all(sum(piece.stop - piece.start for piece in bucket) * 4 <= 32 << 20 for bucket in buckets[:-1])
+    assert all(sum(piece.stop - piece.start for piece in bucket) * 4 <= _BUCKET_BYTES for bucket in buckets[:-1])
     for index, tensor in enumerate(like):
         own = [element for piece in pieces if piece.tensor == index for element in (piece.start, piece.stop)]
         assert own[0] == 0
