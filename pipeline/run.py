@@ -35,13 +35,13 @@ from pipeline.results.provenance import describe_start
 from pipeline.results.restarts import was_started_before
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.starts import GROUP, differences, read_starts, record_start, run_id
+from pipeline.results.starts import differences, read_starts, record_start, run_id
 from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.logs import LOGGER, start_console, start_file
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
-from pipeline.tracking.blocks import WARNING_MARK, first_block, last_block, next_line, step_lines
+from pipeline.tracking.blocks import WARNING_MARK, difference_lines, first_block, last_block, next_line, step_lines
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
 
@@ -243,29 +243,10 @@ class _Run:
         lines = [
             *first_block(self._paths, self._processes, machinery.experiment, found),
             *step_lines(len(plan), plan.most_batches, machinery.experiment, self._processes),
+            *difference_lines(differences(earlier[-1], start) if earlier else {}, machinery.experiment, progress),
         ]
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
-        self._compare_starts(machinery, progress, differences(earlier[-1], start) if earlier else {})
-
-    @staticmethod
-    def _compare_starts(machinery: Machinery, progress: Progress, changed: dict[str, str]) -> None:
-        """Say what is otherwise than at the last start, and whether that matters to the bits."""
-        is_exact = machinery.experiment.settings.training.gradient_reduction == "exact"
-        harmless = [changed.pop(name) for name in GROUP if is_exact and name in changed]
-        if harmless:
-            LOGGER.info(
-                "Otherwise than at the last start: %s. The results will be the same to the bit, because "
-                "gradient_reduction is exact.",
-                ", ".join(harmless),
-            )
-        if changed:
-            LOGGER.warning(
-                "Otherwise than at the last start: %s. Training goes on; from %s on, bits may differ from those of an "
-                "uninterrupted run, by rounding.",
-                ", ".join(changed.values()),
-                progress.at_step(progress.step + 1),
-            )
 
     def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:
         publisher = self._publisher(machinery, progress)

@@ -12,9 +12,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.runtime.durable import Disk, bytes_writer
 from pipeline.runtime.regular_files import read_regular
 
-_COMPARED = ("torch", "numpy", "python", "threads")
-# Has no influence on the bits of a run whose gradients are added exactly.
-GROUP = ("world_size", "backend")
+_COMPARED = ("world_size", "backend", "devices", "torch", "numpy", "python", "threads")
 
 
 def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
@@ -53,7 +51,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Return what a resumed run has otherwise than the one before it, by what it is, in words."""
     return {
         name: f"{name} {_shown(before[name])} → {_shown(now[name])}"
-        for name in (*GROUP, "devices", *_COMPARED)
+        for name in _COMPARED
         if name in before and _shown(before[name]) != _shown(now[name])
     }
 

@@ -24,6 +24,8 @@ from pipeline.runtime.wording import shown_bytes, shown_duration, shown_values
 
 # Lines that begin with it are meant as warnings.
 WARNING_MARK = "WARNING: "
+# Has no influence on the bits of a run whose gradients are added exactly.
+_GROUP = ("world_size", "backend")
 # Where a tracker has left something below the logs, and how it is looked at.
 _CURVES = {
     "tensorboard": "tensorboard --logdir {}/tensorboard",
@@ -109,6 +111,23 @@ def _lonely_points(experiment: Experiment) -> Iterator[str]:
             size = len(experiment.splits[name]["train"])
             if size % loading.train.batch_size == 1:
                 yield f"{WARNING_MARK}the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
+
+
+def difference_lines(changed: dict[str, str], experiment: Experiment, progress: Progress) -> Iterator[str]:
+    """Yield what is otherwise than at the last start, and whether that matters to the bits."""
+    is_exact = experiment.settings.training.gradient_reduction == "exact"
+    harmless = [what for name, what in changed.items() if is_exact and name in _GROUP]
+    telling = [what for what in changed.values() if what not in harmless]
+    if harmless:
+        yield (
+            f"Otherwise than at the last start: {', '.join(harmless)}. The results will be the same to the bit, because "
+            "gradient_reduction is exact."
+        )
+    if telling:
+        yield (
+            f"{WARNING_MARK}Otherwise than at the last start: {', '.join(telling)}. Training goes on; from "
+            f"{progress.at_step(progress.step + 1)} on, bits may differ from those of an uninterrupted run, by rounding."
+        )
 
 
 def last_block(
