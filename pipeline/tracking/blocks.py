@@ -120,13 +120,14 @@ def difference_lines(changed: dict[str, str], experiment: Experiment, progress: 
     telling = [what for what in changed.values() if what not in harmless]
     if harmless:
         yield (
-            f"Otherwise than at the last start: {', '.join(harmless)}. The results will be the same to the bit, because "
-            "gradient_reduction is exact."
+            f"Otherwise than at the last start: {', '.join(harmless)}. The results will be the same to the bit, "
+            "because gradient_reduction is exact."
         )
     if telling:
         yield (
             f"{WARNING_MARK}Otherwise than at the last start: {', '.join(telling)}. Training goes on; from "
-            f"{progress.at_step(progress.step + 1)} on, bits may differ from those of an uninterrupted run, by rounding."
+            f"{progress.at_step(progress.step + 1)} on, bits may differ from those of an uninterrupted run, by "
+            "rounding."
         )
 
 
