@@ -139,9 +139,14 @@ class Processes:
             dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return tensor
 
-    def exchange(self, sent: torch.Tensor, received: torch.Tensor, num_rows: list[int]) -> None:
-        """Send an equal share of the rows to each rank, in rank order; rank ``r`` sends ``num_rows[r]`` to each."""
-        dist.all_to_all_single(received, sent, num_rows, [num_rows[self.rank]] * self.world_size)
+    def begin_exchange(self, sent: torch.Tensor, received: torch.Tensor, num_rows: list[int]) -> Callable[[], object]:
+        """Send an equal share of the rows to each rank, in rank order; rank ``r`` sends ``num_rows[r]`` to each.
+
+        Returns what waits for the end; until then the rows must stay as they are.
+        """
+        shares = [num_rows[self.rank]] * self.world_size
+        work = dist.all_to_all_single(received, sent, num_rows, shares, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
 
     def any(self, statement: bool) -> bool:
         """Tell on every rank whether the statement holds on any."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from pipeline.stages.tree import Branch, Branches, branches_of
 Tensors = list[torch.Tensor | None]
 # How many bytes of a sum travel at once: enough to keep a network busy, little beside what a step needs anyway.
 _BUCKET_BYTES = 4 << 20
+# One bucket is packed while those before it travel: to be added, and back.
+_AT_ONCE = 3
 # The one number that changes nothing when it is added: 0.0 would turn -0.0 into 0.0.
 _NOTHING = -0.0
 
@@ -71,8 +74,8 @@ class TreeSums:
     def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
         self._like = [torch.empty_like(tensor, device="meta") for tensor in like]
         self._processes, self._device = processes, processes.device
-        self._buckets = list(_buckets(self._like))
-        self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._buckets = list(_buckets(self._like, processes.world_size))
+        self._kept: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
 
     def begin(self, num_batches: int) -> None:
         self._num_batches = num_batches
@@ -92,10 +95,12 @@ class TreeSums:
         own = [branch.value for branch in self._branches.held]
         # What a rank has summed up is not needed any more once it was sent, so that the totals may take its place.
         totals = [self._place_for(index, own) for index in range(len(self._like))]
-        for bucket in self._buckets:
-            *parts, _ = _split(self._reduced(bucket, own), bucket)
-            for piece, part in zip(bucket, parts, strict=True):
-                _flat(totals[piece.tensor])[piece.start : piece.stop].copy_(part)
+        running: deque[Iterator[None]] = deque()
+        for number, bucket in enumerate(self._buckets):
+            running.append(self._reduce(bucket, own, totals, number % _AT_ONCE))
+            _advance(running)
+        while running:
+            _advance(running)
         return list(totals)
 
     def _place_for(self, index: int, own: list[Tensors]) -> torch.Tensor:
@@ -103,27 +108,46 @@ class TreeSums:
         place = next((tensor for tensor in found if tensor is not None), None)
         return torch.empty_like(self._like[index], device=self._device) if place is None else place
 
-    def _reduced(self, bucket: list[_Piece], own: list[Tensors]) -> torch.Tensor:
-        """Return the sum of one bucket over all batches of all ranks, with some elements more at its end."""
+    def _reduce(
+        self, bucket: list[_Piece], own: list[Tensors], totals: list[torch.Tensor], slot: int
+    ) -> Iterator[None]:
+        """Sum one bucket over all batches of all ranks, yielding wherever others may go on meanwhile."""
         world_size = self._processes.world_size
         held = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
-        sent = self._packed(bucket, own)
-        received = self._scratch("received", sum(map(len, held)), sent)
-        self._processes.exchange(sent, received, [len(branches) for branches in held])
+        sent = self._packed(bucket, own, slot)
+        received = self._scratch("received", slot, sum(map(len, held)), sent)
+        wait = self._processes.begin_exchange(sent, received, [len(branches) for branches in held])
+        yield
+        wait()
         sums = Branches[torch.Tensor](torch.Tensor.add_)
         for branch, row in zip((one for branches in held for one in branches), received, strict=True):
             sums.push(Branch(branch.start, branch.size, row))
         # Gathering the parts is an exchange in which everyone gets the same; gloo's own way takes twice as long.
-        part, whole = self._scratch("sent", world_size, sent), self._scratch("whole", world_size, sent)
-        self._processes.exchange(part.copy_(sums.root()), whole, [1] * world_size)
-        return whole.view(-1)
+        part = self._scratch("part", slot, world_size, sent).copy_(sums.root())
+        whole = self._in_place(bucket, totals)
+        whole = self._scratch("whole", slot, world_size, sent) if whole is None else whole
+        wait = self._processes.begin_exchange(part, whole, [1] * world_size)
+        yield
+        wait()
+        self._unpack(bucket, whole.view(-1), totals)
 
-    def _packed(self, bucket: list[_Piece], own: list[Tensors]) -> torch.Tensor:
+    def _in_place(self, bucket: list[_Piece], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return a bucket as rows for each rank where it lies, if it is one piece that can be shared out evenly."""
+        (piece, *others), world_size = bucket, self._processes.world_size
+        tensor = tensors[piece.tensor]
+        if others or tensor is None or (piece.stop - piece.start) % world_size:
+            return None
+        return _flat(tensor)[piece.start : piece.stop].view(world_size, -1)
+
+    def _packed(self, bucket: list[_Piece], own: list[Tensors], slot: int) -> torch.Tensor:
         """Return rows of equal length: for each rank its part of every branch of this rank."""
+        in_place = self._in_place(bucket, own[0]) if len(own) == 1 else None
+        if in_place is not None:
+            return in_place
         world_size, num_elements = self._processes.world_size, sum(piece.stop - piece.start for piece in bucket)
         dtype = self._like[bucket[0].tensor].dtype
         row_like = torch.empty((1, -(-num_elements // world_size)), dtype=dtype, device="meta")
-        rows = self._scratch("branches", world_size * len(own), row_like)
+        rows = self._scratch("branches", slot, world_size * len(own), row_like)
         for row, tensors in zip(rows.view(len(own), world_size * rows.shape[1]), own, strict=True):
             *places, rest = _split(row, bucket)
             rest.fill_(_NOTHING)
@@ -133,26 +157,47 @@ class TreeSums:
         if len(own) == 1:
             return rows
         by_rank = rows.view(len(own), world_size, rows.shape[1]).transpose(0, 1)
-        return self._scratch("sent", len(rows), rows).view_as(by_rank).copy_(by_rank).view_as(rows)
+        return self._scratch("sent", slot, len(rows), rows).view_as(by_rank).copy_(by_rank).view_as(rows)
 
-    def _scratch(self, name: str, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+    def _unpack(self, bucket: list[_Piece], reduced: torch.Tensor, totals: list[torch.Tensor]) -> None:
+        *parts, _ = _split(reduced, bucket)
+        for piece, part in zip(bucket, parts, strict=True):
+            place = _flat(totals[piece.tensor])[piece.start : piece.stop]
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
+
+    def _scratch(self, name: str, slot: int, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """Return rows in memory that is used again and again: fresh memory costs more than what is done with it."""
-        num_elements, key = num_rows * like.shape[1], (name, like.dtype)
+        num_elements, key = num_rows * like.shape[1], (name, slot, like.dtype)
         if key not in self._kept or len(self._kept[key]) < num_elements:
             self._kept[key] = torch.empty(num_elements, dtype=like.dtype, device=self._device)
         return self._kept[key][:num_elements].view(num_rows, like.shape[1])
 
 
-def _buckets(like: list[torch.Tensor]) -> Iterator[list[_Piece]]:
-    """Yield pieces of the tensors, in order, that together have one type and a limited size."""
+def _advance(running: deque[Iterator[None]]) -> None:
+    """Let each of the running sums go one step on, the youngest first, whose rows then travel meanwhile."""
+    is_done = False
+    for one in reversed(running):
+        is_done = bool(next(one, True))
+    if is_done:
+        running.popleft()
+
+
+def _buckets(like: list[torch.Tensor], world_size: int) -> Iterator[list[_Piece]]:
+    """Yield pieces of the tensors, in order, that together have one type and a limited size.
+
+    Pieces of a large tensor can be shared out evenly, so that they may stay where they are.
+    """
     bucket, num_bytes = list[_Piece](), 0
     for index, tensor in enumerate(like):
         start = 0
         while start < tensor.numel():
-            if bucket and (num_bytes >= _BUCKET_BYTES or tensor.dtype != like[bucket[0].tensor].dtype):
+            room = (_BUCKET_BYTES - num_bytes) // tensor.element_size() // world_size * world_size
+            if bucket and (not room or tensor.dtype != like[bucket[0].tensor].dtype):
                 yield bucket
                 bucket, num_bytes = [], 0
-            stop = min(tensor.numel(), start + max(1, (_BUCKET_BYTES - num_bytes) // tensor.element_size()))
+                continue
+            stop = min(tensor.numel(), start + room)
             bucket.append(_Piece(index, start, stop))
             num_bytes += (stop - start) * tensor.element_size()
             start = stop

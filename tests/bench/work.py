@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -9,7 +11,11 @@ from pipeline.components import BaseDataset
 
 BATCH_SIZE = 32
 WORLD_SIZE = 2
-KINDS = {"tiny": {"hidden": 64, "depth": 1, "steps": 300}, "compute": {"hidden": 2560, "depth": 3, "steps": 20}}
+KINDS = {
+    "tiny": {"hidden": 64, "depth": 1, "steps": 300},
+    "compute": {"hidden": 2560, "depth": 3, "steps": 20},
+    "convolutions": {"hidden": 64, "depth": 4, "steps": 20},
+}
 
 
 def num_points(kind: str) -> int:
@@ -17,8 +23,13 @@ def num_points(kind: str) -> int:
 
 
 def make_model(kind: str) -> nn.Module:
-    """Return 64 → hidden → … → 10."""
+    """Return 64 → hidden → … → 10: of layers that have much to learn, or of convolutions that have much to do."""
     hidden, depth = KINDS[kind]["hidden"], KINDS[kind]["depth"]
+    if kind == "convolutions":
+        sizes = [1, *[hidden] * depth]
+        convolutions = [(nn.Conv2d(*pair, 3, padding=1), nn.ReLU()) for pair in itertools.pairwise(sizes)]
+        inner = [layer for pair in convolutions for layer in pair]
+        return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *inner, nn.Flatten(), nn.Linear(64 * hidden, 10))
     layers: list[nn.Module] = [nn.Linear(64, hidden), nn.ReLU()]
     for _ in range(depth - 1):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]

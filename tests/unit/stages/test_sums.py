@@ -37,7 +37,7 @@ def test_buckets_cut_large_tensors_and_keep_types_apart() -> None:
     """No bucket holds more than its limit or two types, and together they hold every element once, in order."""
     like = [torch.empty(size, device="meta") for size in (5, _BUCKET_BYTES, 3)]
     like.append(torch.empty(4, dtype=torch.int64, device="meta"))
-    buckets = list(_buckets(like))
+    buckets = list(_buckets(like, 3))
     pieces = [piece for bucket in buckets for piece in bucket]
     assert [len({like[piece.tensor].dtype for piece in bucket}) for bucket in buckets] == [1] * len(buckets)
     assert all(sum(piece.stop - piece.start for piece in bucket) * 4 <= _BUCKET_BYTES for bucket in buckets[:-1])
