@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from pipeline.results.comparison import first_difference, read_any
 from tests.support.experiments import FILES, write_experiment
-from tests.support.running import run_inside, run_process
+from tests.support.running import environment, run_inside, run_process
 
 DATA = Path("experiment_results/tiny/data")
 EXACT = {"gradient_reduction": "exact"}
@@ -150,3 +152,11 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     done = run_process(tmp_path)
     assert done.returncode == 1
     assert "fix: create its embedding with sparse=False, or set gradient_reduction to fast" in done.stderr
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+def test_sums_in_many_buckets_are_those_of_one_process(nproc: int) -> None:
+    """Tensors cut into pieces, tensors that batches lack, ranks without a batch: to the bit and the sign of zero."""
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "-m", "tests.support.summing"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import AdamW
 
+from pipeline.entry import leave
 from pipeline.experiment.definitions import ModuleDefinition
 from pipeline.experiment.settings import TrainingSettings
 from pipeline.experiment.sharding import mesh_of, shard_module
@@ -36,3 +37,4 @@ def reshard(data: Path, target: Path, processes: Processes) -> None:
 
 if __name__ == "__main__":
     reshard(Path(sys.argv[1]), Path(sys.argv[2]), Processes.join())
+    leave(0)

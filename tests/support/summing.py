@@ -1,0 +1,52 @@
+"""Sums of many tensors in many small buckets over real processes, compared with those of one process alone.
+
+Run by torchrun; ends with an error if a single bit differs on any rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.entry import leave
+from pipeline.runtime.processes import Processes
+from pipeline.stages import sums
+from pipeline.stages.plan import share_of
+
+_SHAPES = ((), (3,), (7, 5), (40, 2), (1,), (4, 3, 3, 3), (200,))
+_NUM_BATCHES = (*range(1, 10), 16, 21)
+
+
+def tensors_of(batch: int) -> sums.Tensors:
+    """Return what a batch has: numbers of any sign and size, and for every tensor some batches without it."""
+    generator = torch.Generator().manual_seed(batch)
+    found = [torch.randn(shape, generator=generator) * 10.0 ** (batch % 5) for shape in _SHAPES]
+    found[5] = found[5].to(memory_format=torch.channels_last)
+    found[1] *= -0.0
+    return [None if (batch + index) % 4 == 0 else tensor for index, tensor in enumerate(found)]
+
+
+def total(num_batches: int, processes: Processes) -> sums.Tensors:
+    tree = sums.TreeSums([one.to(torch.float32) for one in map(torch.empty, _SHAPES)], processes)
+    tree.begin(num_batches)
+    for batch in share_of(num_batches, processes.rank, processes.world_size):
+        tree.add(tensors_of(batch))
+    return tree.total()
+
+
+def main() -> None:
+    # Fewer elements than some tensors have, and a number that no number of processes divides.
+    sums._BUCKET_BYTES = 148
+    processes = Processes.join()
+    for num_batches in _NUM_BATCHES:
+        pairs = zip(total(num_batches, Processes()), total(num_batches, processes), strict=True)
+        for index, (alone, together) in enumerate(pairs):
+            if alone is not None:
+                assert together is not None
+                same = torch.equal(alone.view(-1).view(torch.int32), together.reshape(-1).view(torch.int32))
+                assert same, f"tensor {index} of {num_batches} batches on rank {processes.rank}"
+    processes.barrier()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
