@@ -19,9 +19,10 @@ _NUM_BATCHES = (*range(1, 10), 16, 21)
 def tensors_of(batch: int) -> sums.Tensors:
     """Return what a batch has: numbers of any sign and size, and for every tensor some batches without it."""
     generator = torch.Generator().manual_seed(batch)
-    found = [torch.randn(shape, generator=generator) * 10.0 ** (batch % 5) for shape in _SHAPES]
+    drawn = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    # Many are zeros of either sign.
+    found = [tensor * (tensor > 0.5) * 10.0 ** (batch % 5) for tensor in drawn]
     found[5] = found[5].to(memory_format=torch.channels_last)
-    found[1] *= -0.0
     return [None if (batch + index) % 4 == 0 else tensor for index, tensor in enumerate(found)]
 
 
