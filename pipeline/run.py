@@ -57,10 +57,10 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
     """Run an experiment as far as it goes and return where it stands; ``watch`` may put a witness into its stages."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
+    found = processes.on_rank_zero(lambda: look(paths))
     if was_started_before(paths, processes):
         # What was asked has been done by the processes before this restart; what is left is to go on.
         arguments = replace(arguments, mode=AUTO)
-    found = processes.on_rank_zero(lambda: look(paths))
     if found.is_finished and arguments.mode != RESET:
         processes.on_rank_zero(lambda: _settle(paths, disk or Disk()))
         return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
