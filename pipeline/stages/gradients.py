@@ -16,6 +16,7 @@ from pipeline.runtime.processes import Processes
 from pipeline.stages.buffers import StepBuffers, kept_buffers
 from pipeline.stages.sums import BatchSums
 
+_MOST_MESSAGES = 16
 Compute = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
@@ -95,12 +96,18 @@ class GradientEngine(ABC):
     def _reduce(self) -> torch.Tensor:
         """Let every rank have the gradients of all batches, and return the sum of their messages."""
 
-    def _message(self, wishes: Wishes, used: list[bool]) -> torch.Tensor:
-        """Return a message without the health of the losses; almost all steps say the same."""
-        values = (0.0, float(wishes.stop), float(wishes.commit), *map(float, used))
+    def _message(self, wishes: Wishes, used: list[bool], sums: list[torch.Tensor]) -> torch.Tensor:
+        """Return a rank's message; but for the sums that must be finite, almost all steps say the same."""
+        values = (0.0, wishes.stop, wishes.commit, *used)
         if values not in self._constants:
-            self._constants = {values: torch.tensor(values, device=self._processes.device)}
-        return self._constants[values].clone()
+            if len(self._constants) == _MOST_MESSAGES:
+                self._constants.clear()
+            self._constants[values] = torch.tensor(values, device=self._processes.device)
+        message = self._constants[values].clone()
+        for total in sums:
+            # Adding a sum zero times changes nothing unless it is not finite.
+            message[0].add_(total, alpha=0)
+        return message
 
     def finish_step(self) -> Verdict:
         """Apply the reduced gradients, or skip the step if anything was not finite; the same on every rank."""

@@ -62,7 +62,7 @@ class DdpEngine(GradientEngine):
     def __init__(self, experiment: Experiment, processes: Processes) -> None:
         super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
         self.loss_scale = processes.world_size
-        self._module = StepModule(self._weights, self._message(Wishes(), [False] * len(self._weights)))
+        self._module = StepModule(self._weights, self._message(Wishes(), [False] * len(self._weights), []))
         self._said: tuple[Wishes | None, list[torch.Tensor]] = None, []
         self._engine: nn.Module = self._module
         if processes.world_size > 1:
@@ -94,15 +94,10 @@ class DdpEngine(GradientEngine):
         return engine.no_sync() if isinstance(engine, DistributedDataParallel) else contextlib.nullcontext()
 
     def _message_of_batch(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the signals' gradient; adding a sum zero times changes nothing unless it is not finite."""
+        """Return the signals' gradient; wishes, and what was used, count once, with the rank's last batch."""
         wishes, sums = self._said
-        if wishes is None:
-            message = torch.zeros_like(self._module.signals)
-        else:
-            message = self._message(wishes, [parameter.grad is not None for parameter in self._weights])
-        for total in sums:
-            message[0].add_(total, alpha=0)
-        return message
+        used = [wishes is not None and parameter.grad is not None for parameter in self._weights]
+        return self._message(wishes or Wishes(), used, sums)
 
     def _reduce(self) -> torch.Tensor:
         """Return the message; the gradients were reduced with it in the last backward pass."""

@@ -60,10 +60,7 @@ class ExactEngine(GradientEngine):
         return gradients
 
     def _reduce(self) -> torch.Tensor:
-        message = self._message(self._wishes, self._used)
-        for total in self._finite:
-            # Adding a sum zero times changes nothing unless it is not finite.
-            message[0].add_(total, alpha=0)
+        message = self._message(self._wishes, self._used, self._finite)
         for weight, gradient in zip(self._weights, self._sums.total(), strict=True):
             weight.grad = gradient
         return self._processes.sum(message)

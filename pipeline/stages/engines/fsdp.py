@@ -43,11 +43,7 @@ class FsdpEngine(GradientEngine):
         for unit in self._units:
             # What was run without a backward pass is still whole, and would not see the update.
             unit.reshard()
-        message = self._message(self._wishes, [])
-        for total in self._finite:
-            # Adding a sum zero times changes nothing unless it is not finite.
-            message[0].add_(total, alpha=0)
-        return message
+        return self._message(self._wishes, [], self._finite)
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, gradient.to_local()) for name, gradient in super()._gradients()]  # type: ignore[attr-defined]
