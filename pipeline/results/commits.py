@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from pipeline.progress import Progress
 from pipeline.results.store import ResultsStore
+from pipeline.runtime.background import behind
 from pipeline.runtime.durable import Changes
 
 
@@ -20,7 +21,7 @@ class Commits:
 
     def __init__(self, store: ResultsStore, *, in_background: bool) -> None:
         self._store = store
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="commit") if in_background else None
+        self._executor = behind("commit") if in_background else None
         self._pending: Future[None] | None = None
         self._rest: Callable[[], None] = _nothing
         self._then: Callable[[], None] = _nothing
@@ -41,9 +42,14 @@ class Commits:
         else:
             self._pending = self._executor.submit(rest)
 
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether something is being written."""
+        return self._pending is not None and not self._pending.done()
+
     def poll(self) -> None:
         """Raise what went wrong since the last question, if anything did."""
-        if self._pending is not None and self._pending.done():
+        if not self.is_busy:
             self.wait()
 
     def wait(self) -> None:

@@ -11,13 +11,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pipeline.errors import PipelineError
+from pipeline.runtime.background import behind
 from pipeline.runtime.wording import shown_bytes
 
 Result = TypeVar("Result")
@@ -229,7 +230,7 @@ def _begin_storing(descriptor: int, offset: int, count: int) -> None:
         _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _BEGIN_STORING)
 
 
-_DIGESTING = ThreadPoolExecutor(1, thread_name_prefix="digest")
+_DIGESTING = behind("digest")
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 

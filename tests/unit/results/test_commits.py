@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.progress import TRAINING, Progress
 from pipeline.results.commits import Commits
 from pipeline.results.lock import RunLock
 from pipeline.results.store import ResultsStore, peek
+from pipeline.runtime.background import behind
 from pipeline.runtime.durable import Changes, Disk, bytes_writer
 
 
@@ -111,3 +113,13 @@ def test_failed_commit_surfaces_at_the_next_question(commits: Commits, disk: Slo
     with pytest.raises(PipelineError, match="No space left"):
         commits.poll()
     assert peek(paths).progress.epoch == 1  # type: ignore[union-attr]
+
+
+def test_what_is_done_behind_the_training_gives_way_to_it() -> None:
+    """The thread has a lower priority than the process; the process keeps its own."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = behind("test")
+    niceness = thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
+    thread.shutdown()
+    assert niceness == min(19, before + 10)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
