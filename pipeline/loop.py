@@ -15,6 +15,7 @@ from pipeline.runtime.durable import Changes
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.wording import shown_duration
+from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import Wishes
 from pipeline.stages.training import StepReport
 from pipeline.tracking.bar import ProgressBar
@@ -56,6 +57,7 @@ class Loop:
         updates, enabled = self._settings.logging.train_updates, self._shows_bars
         self._publisher.begin_epoch() if progress.step == 0 else None
         self._pace.begin_epoch(progress.step)
+        self._get_ready_for(self._m.runners[0])
         with ProgressBar(f"train {epoch}", total, progress.step, updates, enabled=enabled) as bar:
             for report in self._m.training.run(epoch, progress.step, self._wishes):
                 self._after_step(epoch, report)
@@ -76,6 +78,11 @@ class Loop:
         self._commit(lambda: self._trained_epoch(epoch), following)
         return following
 
+    def _get_ready_for(self, runner: BatchRunner) -> None:
+        """Let a commit come to its end before workers are forked: they would inherit the locks of its thread, held."""
+        if runner.starts_workers:
+            self._m.commits.wait()
+
     def _evaluates(self, epoch: int) -> bool:
         """Tell whether an evaluation follows; the last epoch, where the early stopper knows it, always has one."""
         is_last = epoch == getattr(self._components.early_stopper, "max_epochs", None)
@@ -94,6 +101,7 @@ class Loop:
             return self._without_validation(progress)
         self.report(progress)
         self._pace.begin_epoch(0)
+        self._get_ready_for(self._m.runners[1])
         updates = self._settings.logging.eval_updates
         with ProgressBar(f"val {epoch}", stage.num_rounds, 0, updates, enabled=self._shows_bars) as bar:
             for stopped in stage.run(epoch, self._m.stop_requests.asked):

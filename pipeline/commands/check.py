@@ -144,7 +144,7 @@ class _Trying:
         is_training = split == "train"
         self._experiment.set_training(is_training)
         began = time.perf_counter()
-        batch = next(self._runner.load([place], self._points)[place.shape.dataset])
+        batch = next(self._runner.load([place], self._points))
         loaded = time.perf_counter()
         with torch.set_grad_enabled(is_training):
             losses = self._runner.losses(batch, place, (*self._points.batch(place).key, "check"))

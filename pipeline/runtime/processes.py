@@ -133,6 +133,13 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Begin to add a tensor over all ranks, in place; returns what waits for the end."""
+        if self.world_size == 1:
+            return lambda: None
+        # What dist.all_reduce does at last; its own checks take half of the time.
+        return dist.group.WORLD.allreduce([tensor]).wait  # type: ignore[union-attr]
+
     def least(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the smallest of each element over all ranks, in place."""
         if self.world_size > 1:

@@ -59,9 +59,16 @@ class BatchRunner:
         seed = self._experiment.settings.training.seed
         return EpochPoints(seed, epoch, self._split, indices, is_shuffled=self._trains)
 
-    def load(self, places: list[Place], points: EpochPoints) -> dict[str, Iterator[Any]]:
-        """Return, for each dataset, an iterator over its batches among ``places``."""
-        return {name: loader.load(_planned(places, name, points)) for name, loader in self._loaders.items()}
+    @property
+    def starts_workers(self) -> bool:
+        """Tell whether loading begins with workers that are not there yet."""
+        return any(loader.starts_workers for loader in self._loaders.values())
+
+    def load(self, places: list[Place], points: EpochPoints) -> Iterator[Any]:
+        """Return the batches at ``places``; every dataset has a loader of its own, which may work ahead."""
+        names = dict.fromkeys(place.shape.dataset for place in places)
+        loading = {name: self._loaders[name].load(_planned(places, name, points)) for name in names}
+        return (next(loading[place.shape.dataset]) for place in places)
 
     def close(self) -> None:
         for loader in self._loaders.values():

@@ -55,7 +55,7 @@ class EvaluationPass:
             for number in range(self.num_rounds):
                 if number < len(self._own):
                     turn = self._own[number]
-                    self._evaluate(turn, points.batch(turn.place), next(loading[turn.place.shape.dataset]), observe)
+                    self._evaluate(turn, points.batch(turn.place), next(loading), observe)
                 yield number
 
     def _evaluate(self, turn: Turn, planned: PlannedBatch, batch: Any, observe: Observer) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -13,11 +15,24 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
+from pipeline.runtime.randomness import key_generators
 from pipeline.stages.buffers import StepBuffers, kept_buffers
-from pipeline.stages.sums import BatchSums
+from pipeline.stages.sums import BatchSums, nothing
 
-_MOST_MESSAGES = 16
-Compute = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
+_MOST_CONSTANTS = 256
+
+
+@dataclass(frozen=True)
+class BatchLosses:
+    """The optimised losses of a batch, one value per item, the factor of each in the step's loss, and their sums."""
+
+    losses: list[torch.Tensor]
+    shares: list[float]
+    sums: list[torch.Tensor]
+
+
+Compute = Callable[[], BatchLosses]
+Roots = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,52 +80,96 @@ class GradientEngine(ABC):
             for name, optimizer in experiment.optimizers.items()
         }
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.precision == "fp16")
-        self._constants: dict[tuple[float, ...], torch.Tensor] = {}
+        self._updates_draw = any(map(_may_draw, experiment.optimizers.values()))
+        self._one = torch.ones((), device=processes.device)
+        self._action = nothing
+
+    @contextmanager
+    def using_waits_for(self, action: Callable[[], None]) -> Iterator[None]:
+        """Act in every step while there is nothing to do but to wait: for other ranks, or for a device."""
+        self._action = action
+        try:
+            yield
+        finally:
+            self._action = nothing
+
+    def _while_ranks_wait(self) -> None:
+        """Use a wait for other ranks; a device that waits for them has its host wait for the device alone."""
+        if self._processes.device.type == "cpu":
+            self._use_wait()
+
+    def _while_device_works(self) -> None:
+        if self._processes.device.type != "cpu":
+            self._use_wait()
+
+    def _use_wait(self) -> None:
+        # Whoever was asked to stop has no time for what nobody will need.
+        if not self._wishes.stop:
+            self._action()
 
     def begin_step(self, num_batches: int) -> None:
         """Get ready for a step of so many batches on all ranks together."""
         self._buffers.begin_step(num_batches)
+        self._wishes, self._finite = Wishes(), list[torch.Tensor]()
 
     def backward(self, position: int, compute: Compute, wishes: Wishes | None) -> None:
-        """Add the gradients of one batch of the step; the rank's last batch brings its wishes.
-
-        ``compute`` returns the batch's terms of the step's loss and the sums that must be finite.
-        """
-        self._backward(compute, wishes)
+        """Add the gradients of one batch of the step; the rank's last batch brings its wishes."""
+        self._add(compute, wishes)
         self._buffers.after_batch(position)
 
     def stand_in(self, compute: Compute, wishes: Wishes | None) -> None:
         """Run a batch that another rank counts, because all ranks must run the same modules."""
         with kept_buffers(self._experiment.components.trained_modules.values()):
-            self._backward(compute, wishes)
+            self._add(compute, wishes)
 
     def join_without_batch(self, wishes: Wishes) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
-        self._backward(lambda: ([], []), wishes)
+        self._add(lambda: BatchLosses([], [], []), wishes)
 
-    @abstractmethod
-    def _backward(self, compute: Compute, wishes: Wishes | None) -> None:
+    def _add(self, compute: Compute, wishes: Wishes | None) -> None:
+        self._wishes = wishes or self._wishes
+        self._backward(compute, is_last=wishes is not None)
+
+    def _backward(self, compute: Compute, *, is_last: bool) -> None:
         """Add the gradients of a batch, or of none."""
+        roots, gradients = self._roots(compute())
+        if roots:
+            torch.autograd.backward(roots, gradients)
 
     @abstractmethod
     def _reduce(self) -> torch.Tensor:
         """Let every rank have the gradients of all batches, and return the sum of their messages."""
 
-    def _message(self, wishes: Wishes, used: list[bool], sums: list[torch.Tensor]) -> torch.Tensor:
+    def _roots(self, batch: BatchLosses) -> Roots:
+        """Return where the backward pass of a batch begins, and with which gradients.
+
+        They are those of the step's loss, which nobody needs to know and which therefore is never added up.
+        """
+        self._finite += batch.sums
+        # A rank without a batch asks for the scale too: the scaler begins when it is first asked.
+        scale = self.scaler.scale(self._one) if self.scaler.is_enabled() else None
+        chosen = [(loss, share) for loss, share in zip(batch.losses, batch.shares, strict=True) if loss.requires_grad]
+        return [loss for loss, _ in chosen], [_gradient(loss, share, scale) for loss, share in chosen]
+
+    def _message(self, used: list[bool]) -> torch.Tensor:
         """Return a rank's message; but for the sums that must be finite, almost all steps say the same."""
-        values = (0.0, wishes.stop, wishes.commit, *used)
-        if values not in self._constants:
-            if len(self._constants) == _MOST_MESSAGES:
-                self._constants.clear()
-            self._constants[values] = torch.tensor(values, device=self._processes.device)
-        message = self._constants[values].clone()
-        for total in sums:
+        values = (0.0, self._wishes.stop, self._wishes.commit, *used)
+        message = _constant(values, self._processes.device).clone()
+        health = message[0]
+        for total in self._finite:
             # Adding a sum zero times changes nothing unless it is not finite.
-            message[0].add_(total, alpha=0)
+            health.add_(total, alpha=0)
         return message
 
-    def finish_step(self) -> Verdict:
-        """Apply the reduced gradients, or skip the step if anything was not finite; the same on every rank."""
+    def _are_used(self) -> list[bool]:
+        """Tell of each weight whether a batch of this rank has given it a gradient."""
+        return [weight.grad is not None for weight in self._weights]
+
+    def finish_step(self, key: tuple[Hashable, ...]) -> Verdict:
+        """Apply the reduced gradients, or skip the step if anything was not finite; the same on every rank.
+
+        What an optimizer draws follows from ``key``: the ranks have run, and loaded, different batches by then.
+        """
         message = self._reduce()
         named = self._experiment.optimizers.items()
         used = [one for name, one in named if any(own.grad is not None for own in self._parameters[name])]
@@ -118,6 +177,8 @@ class GradientEngine(ABC):
             for optimizer in used:
                 self.scaler.unscale_(optimizer)
         verdict = self._judge(message)
+        if self._updates_draw:
+            key_generators(*key)
         if not verdict.skipped:
             self._clip(verdict.norm)
             for optimizer in used:
@@ -131,6 +192,7 @@ class GradientEngine(ABC):
     def _judge(self, message: torch.Tensor) -> Verdict:
         owners = self._gradients()
         norms = torch._foreach_norm([gradient for _, gradient in owners], dtype=torch.float32) if owners else ()
+        self._while_device_works()
         known = self._known(message, list(norms))
         health, stop, commit, *used = known[: len(message)]
         self._forget_unused(used)
@@ -170,6 +232,26 @@ class GradientEngine(ABC):
     def _forget(self) -> None:
         for optimizer in self._experiment.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+
+
+def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an update may draw random numbers: those of torch itself, with no hooks around them, do not."""
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(has_hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _gradient(loss: torch.Tensor, share: float, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of a share of the sum of some losses, with respect to each."""
+    if scale is None:
+        # Autograd may keep it as the gradient of a weight, so that it must be nobody else's.
+        return torch.full_like(loss, share)
+    return (scale * share).to(loss.dtype).expand(loss.shape)
+
+
+@lru_cache(maxsize=_MOST_CONSTANTS)
+def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers as a tensor, which nobody may change: most steps need the same as the one before."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _trained_weights(modules: list[nn.Module]) -> list[nn.Parameter]:

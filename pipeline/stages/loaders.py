@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -59,6 +61,7 @@ class Loader:
         self._dataset, self._requests = dataset, _Requests()
         self._is_plain = arguments.num_workers == 0 and not arguments.pin_memory
         self._device = device
+        self._keeps_workers, self._has_workers = arguments.persistent_workers, False
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._requests,  # type: ignore[arg-type]
@@ -75,13 +78,48 @@ class Loader:
         """End the workers, which torch's loader does when it goes."""
         del self._loader
 
+    @property
+    def starts_workers(self) -> bool:
+        """Tell whether loading begins with workers that are not there yet."""
+        return self._loader.num_workers > 0 and not self._has_workers
+
     def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Any]:
-        """Yield the collated batches on the device."""
+        """Return the collated batches on the device; workers start now, not when the first batch is asked for."""
         self._requests.batches = batches
+        self._has_workers = self._keeps_workers
         # Without workers or pinned memory torch's loader has nothing to add but its own time.
-        loaded = map(self._dataset.__getitem__, batches) if self._is_plain else self._loader
-        for batch in loaded:
-            yield batch if self._device.type == "cpu" else to_device(batch, self._device)
+        loaded = map(self._dataset.__getitem__, batches) if self._is_plain else iter(self._loader)
+        return loaded if self._device.type == "cpu" else (to_device(batch, self._device) for batch in loaded)
+
+
+class Ahead(Iterator[Any]):
+    """Batches of which one can be loaded before it is asked for; what goes wrong then is raised when it is.
+
+    ``seconds`` is how long loading has taken in all.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self._loaded = batches, list[Any]()
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def load(self) -> None:
+        """Load the next batch, unless that was done already."""
+        if not self._loaded and self._error is None:
+            started = time.perf_counter()
+            try:
+                self._loaded += itertools.islice(self._batches, 1)
+            except Exception as error:
+                self._error = error
+            self.seconds += time.perf_counter() - started
+
+    def __next__(self) -> Any:
+        self.load()
+        if self._error is not None:
+            raise self._error
+        if not self._loaded:
+            raise StopIteration
+        return self._loaded.pop()
 
 
 def _worker_arguments(arguments: LoaderArguments) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Pictures:
 
     def _taken(self, place: Place, points: EpochPoints) -> dict[str, bytes]:
         dataset = place.shape.dataset
-        (batch,) = self._runner.load([place], points)[dataset]
+        (batch,) = self._runner.load([place], points)
         with torch.no_grad(), kept_buffers(self._experiment.components.all_modules.values()):
             images = self._runner.images(batch, place, (*points.batch(place).key, "images"))
             return {f"{dataset}/{name}": png_of(image) for name, image in images.items()}

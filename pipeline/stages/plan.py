@@ -135,10 +135,9 @@ class StepPlan:
 
     def step(self, index: int) -> list[Place]:
         """Return the batches of a step, in the order in which they are dealt to the ranks."""
-        return [self._place(at) for at in range(self._starts[index], self._starts[index + 1])]
-
-    def _place(self, at: int) -> Place:
-        return Place(self._shapes[self._datasets[at]], int(self._numbers[at]))
+        own = slice(self._starts[index], self._starts[index + 1])
+        named = zip(self._datasets[own].tolist(), self._numbers[own].tolist(), strict=True)
+        return [Place(self._shapes[dataset], number) for dataset, number in named]
 
     @cached_property
     def most_batches(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,10 @@ class BatchSums(Protocol):
 
     def total(self) -> Tensors:
         """Return the sums over all ranks, all of which must ask."""
+
+
+def nothing() -> None:
+    """What is done in waits when nobody wants to use them."""
 
 
 class PlainSums:
@@ -89,7 +93,7 @@ class TreeSums:
         self._branches.push(Branch(self._position, num_batches, arranged))
         self._position += num_batches
 
-    def total(self) -> Tensors:
+    def total(self, meanwhile: Callable[[], None] = nothing) -> Tensors:
         if self._processes.world_size == 1:
             return self._branches.root()
         own = [branch.value for branch in self._branches.held]
@@ -99,6 +103,7 @@ class TreeSums:
         for number, bucket in enumerate(self._buckets):
             running.append(self._reduce(bucket, own, totals, number % _AT_ONCE))
             _advance(running)
+        meanwhile()
         while running:
             _advance(running)
         return list(totals)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pipeline.components import BaseLossWeighter
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
@@ -16,7 +14,8 @@ from pipeline.experiment.records import Records
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
-from pipeline.stages.gradients import Compute, GradientEngine, Verdict, Wishes
+from pipeline.stages.gradients import BatchLosses, Compute, GradientEngine, Verdict, Wishes
+from pipeline.stages.loaders import Ahead
 from pipeline.stages.losses import LossLedger
 from pipeline.stages.plan import Place, StepPlan, Turn, deal_rounds, deal_shares
 from pipeline.stages.witness import Witness
@@ -66,6 +65,10 @@ class TrainingStage:
         self._weighter = experiment.components.loss_weighter
         self._looks_at_steps = _overrides(self._weighter, "after_train_step")
         registers = experiment.settings.register_names
+        feeds = experiment.components.module_transforms
+        self._fed_by = [
+            [name for name, one in feeds.items() if register in one.loss_registers] for register in registers
+        ]
         self._rows = 1 if self._looks_at_steps else _ROWS
         self._ledger = LossLedger(registers, self.plan.most_batches, processes)
         self._pending: list[list[int]] = []
@@ -75,27 +78,29 @@ class TrainingStage:
     def run(self, epoch: int, first_step: int, wishes: Callable[[], Wishes]) -> Iterator[StepReport]:
         """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
         self._experiment.set_training(True)
+        self._schedulers = self._active_schedulers(epoch)
         if first_step == 0:
             self._begin_epoch(epoch)
         places = list(self.plan.places_of(self._processes.rank, self._processes.world_size, first_step, self._deal))
         points = self._runner.points(epoch)
-        loading = self._runner.load(places, points)
-        for index in range(first_step, len(self.plan)):
-            yield self._step(epoch, index, loading, wishes)
+        loading = Ahead(self._runner.load(places, points))
+        with self._engine.using_waits_for(loading.load):
+            for index in range(first_step, len(self.plan)):
+                yield self._step(epoch, index, loading, wishes)
         self._end_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._records.forget_steps()
         key_generators(self._settings.seed, "begin", epoch)
         self._weighter.before_train_epoch(self._records.losses)
-        for scheduler in self._active_schedulers(epoch):
+        for scheduler in self._schedulers:
             scheduler.before_train_epoch(len(self.plan))
 
     def _end_epoch(self, epoch: int) -> None:
         self.flush()
         self._records.finish_train_epoch(epoch)
         key_generators(self._settings.seed, "end", epoch)
-        for scheduler in self._active_schedulers(epoch):
+        for scheduler in self._schedulers:
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
 
@@ -107,10 +112,8 @@ class TrainingStage:
             if epoch >= definitions[name].scheduler_start_epoch
         ]
 
-    def _step(
-        self, epoch: int, index: int, loading: dict[str, Iterator[Any]], wishes: Callable[[], Wishes]
-    ) -> StepReport:
-        started, data_seconds = time.perf_counter(), 0.0
+    def _step(self, epoch: int, index: int, loading: Ahead, wishes: Callable[[], Wishes]) -> StepReport:
+        started, loaded = time.perf_counter(), loading.seconds
         self.witness.step_begins(epoch, index + 1)
         batches = self.plan.step(index)
         items = self._num_items(batches)
@@ -119,17 +122,15 @@ class TrainingStage:
         self._engine.begin_step(len(batches))
         own = self._deal(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
         for turn in own:
-            loading_started = time.perf_counter()
-            batch = next(loading[turn.place.shape.dataset])
-            data_seconds += time.perf_counter() - loading_started
-            self._run(turn, batch, (epoch, index), shares, wishes() if turn is own[-1] else None)
+            self._run(turn, next(loading), (epoch, index), shares, wishes() if turn is own[-1] else None)
         if not own:
             self._engine.join_without_batch(wishes())
-        verdict = self._engine.finish_step()
+        verdict = self._engine.finish_step((self._settings.seed, "update", epoch, index))
         self._records.add_step_rates(rates, verdict.norms, verdict.skipped)
         self._after_step(epoch, index, items, verdict)
         self.witness.step_ends(verdict)
-        return StepReport(index + 1, len(self.plan), time.perf_counter() - started, data_seconds, verdict)
+        seconds, data_seconds = time.perf_counter() - started, loading.seconds - loaded
+        return StepReport(index + 1, len(self.plan), seconds, data_seconds, verdict)
 
     def _run(
         self, turn: Turn, batch: Any, at: tuple[int, int], shares: dict[str, float], wishes: Wishes | None
@@ -143,23 +144,27 @@ class TrainingStage:
     def _stand_in_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         """Compute what runs the modules that the batch would and adds nothing to their gradients."""
 
-        def compute() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def compute() -> BatchLosses:
             losses = self._runner.losses(batch, place, key)
-            return [losses[register].sum() * 0.0 for register in losses if register in shares], []
+            optimised = [losses[register] for register in losses if register in shares]
+            return BatchLosses(optimised, [0.0] * len(optimised), [])
 
         return compute
 
     def _batch_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         row, position = len(self._pending), key[-1]
 
-        def compute() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def compute() -> BatchLosses:
             self.witness.batch_is_loaded(position, place, batch)
             losses = self._runner.losses(batch, place, key)
             self.witness.losses_are_known(position, losses)
             sums = self._ledger.add(row, position, losses)
             optimised = [register for register in losses if register in shares]
-            terms = [losses[register].sum() * shares[register] for register in optimised]
-            return terms, [sums[register] for register in optimised]
+            return BatchLosses(
+                [losses[register] for register in optimised],
+                [shares[register] for register in optimised],
+                [sums[register] for register in optimised],
+            )
 
         return compute
 
@@ -175,17 +180,16 @@ class TrainingStage:
 
     def _num_items(self, batches: list[Place]) -> list[int]:
         """Return how many items of all ranks each register gets in a step."""
-        feeds = self._experiment.components.module_transforms
-        return [
-            sum(place.num_items for place in batches if register in feeds[place.shape.dataset].loss_registers)
-            for register in self._experiment.settings.register_names
-        ]
+        items: dict[str, int] = {}
+        for place in batches:
+            items[place.shape.dataset] = items.get(place.shape.dataset, 0) + place.num_items
+        return [sum(items.get(dataset, 0) for dataset in datasets) for datasets in self._fed_by]
 
     def _after_step(self, epoch: int, index: int, items: list[int], verdict: Verdict) -> None:
         self._pending.append(items)
         if len(self._pending) == self._rows:
             self.flush()
-        for scheduler in self._active_schedulers(epoch):
+        for scheduler in self._schedulers:
             scheduler.after_train_step(index + 1)
         if self._looks_at_steps:
             key_generators(self._settings.seed, "after", epoch, index)

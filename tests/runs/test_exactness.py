@@ -18,7 +18,7 @@ from tests.support.running import environment, run_inside, run_process
 DATA = Path("experiment_results/tiny/data")
 EXACT = {"gradient_reduction": "exact"}
 # Beside BatchNorm and dropout: a running value that forward passes replace, used by one dataset only, a weight in
-# another memory order than usual, weights that are tied, and a step whose loss is not finite.
+# another memory order than usual, weights that are tied, a step whose loss is not finite, and an update that draws.
 HARD: dict[str, str | None] = {
     "pymodules/modules/head_b.py": """
         import torch
@@ -45,6 +45,20 @@ HARD: dict[str, str | None] = {
         module = Head()
         settings = {}
     """,
+    "pymodules/optim_sched/heads.py": FILES["pymodules/optim_sched/heads.py"].replace(
+        "from torch.optim import SGD",
+        """import torch
+        from torch import optim
+
+
+        class SGD(optim.SGD):
+            def step(self, closure=None):
+                super().step(closure)
+                with torch.no_grad():
+                    for weight in self.param_groups[0]["params"]:
+                        weight.add_(torch.randn_like(weight), alpha=1e-3)
+""",
+    ),
     "pymodules/module_transforms/b.py": FILES["pymodules/module_transforms/b.py"]
     + """
             def __call__(self, batch, modules):
@@ -157,7 +171,7 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     write_experiment(tmp_path, files={"pymodules/modules/head_a.py": embedding}, training=EXACT)
     done = run_process(tmp_path)
     assert done.returncode == 1
-    assert "fix: create its embedding with sparse=False, or set gradient_reduction to fast" in done.stderr
+    assert "fix: create its embedding with sparse=False." in done.stderr
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])

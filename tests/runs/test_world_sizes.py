@@ -124,6 +124,64 @@ def test_idle_processes_are_reported_and_weights_nobody_used_stay(tmp_path: Path
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
 
 
+def test_points_loaded_during_a_reduction_may_be_differentiated(tmp_path: Path) -> None:
+    """A transform that needs gradients of its own works wherever a batch is loaded, with two processes as alone."""
+    differentiating = """
+        import torch
+
+        from pipeline.components import BaseDataTransform
+
+
+        class TrainDataTransform(BaseDataTransform):
+            def __call__(self, data_point):
+                x = torch.tensor(data_point["x"], requires_grad=True)
+                (slope,) = torch.autograd.grad(x.pow(2).sum(), x)
+                data_point["x"] = (slope / 2).numpy()
+
+
+        class EvalDataTransform(BaseDataTransform):
+            pass
+    """
+    write_experiment(tmp_path, files={"pymodules/data_transforms/a.py": differentiating})
+    done = run_process(tmp_path, "--stop-after-epoch", "1", nproc=2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_weight_that_is_reached_without_a_gradient_does_not_count_as_used(tmp_path: Path) -> None:
+    """An operation may give its weight no gradient; all processes go on, and leave the weight as it was."""
+    reaching = """
+        import torch
+        from torch import nn
+
+
+        class Ignoring(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                return x + 0 * weight
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient, None
+
+
+        class Head(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.ignored = nn.Linear(8, 1), nn.Parameter(torch.ones(8))
+
+            def forward(self, x):
+                return self.linear(Ignoring.apply(x, self.ignored))
+
+
+        module = Head()
+        settings = {}
+    """
+    write_experiment(tmp_path, files={"pymodules/modules/head_a.py": reaching})
+    done = run_process(tmp_path, "--stop-after-epoch", "1", nproc=2)
+    assert done.returncode == 0, done.stderr
+    assert read_any(tmp_path / RESULTS / "module_ckps/last/head_a.pt")["ignored"].eq(1).all()
+
+
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run that was stopped inside an epoch at four processes, then at two, and finished by three; what each said."""

@@ -37,6 +37,8 @@ def command(
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # A run that hangs is asked where it stands.
+    quiet["PYTHONFAULTHANDLER"] = "1"
     # A run must not share the service process of a W&B run inside this one.
     own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     return {**own, **quiet, **(more or {})}
@@ -45,9 +47,18 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def run_process(
     home: Path, *words: str, name: str = "tiny", nproc: int | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end in processes of its own and return exit code and output."""
+    """Run to the end in processes of its own and return exit code and output; one that hangs tells where."""
     line = command(home, *words, name=name, nproc=nproc)
-    return subprocess.run(line, env=environment(env), capture_output=True, text=True, timeout=SECONDS, check=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, env=environment(env), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            _abort(process.pid)
+            raise AssertionError(f"the run did not end; output:\n{''.join(process.communicate())}") from None
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(line, process.returncode, output, errors)
 
 
 class BackgroundRun:
@@ -123,7 +134,11 @@ class BackgroundRun:
         return pids
 
     def wait(self) -> int:
-        return self.process.wait(SECONDS)
+        try:
+            return self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            _abort(self.process.pid)
+            raise AssertionError(f"the run did not end; output:\n{self.text()}") from None
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -135,6 +150,18 @@ class BackgroundRun:
             if time.monotonic() > limit or (self.process.poll() is not None and not condition()):
                 raise AssertionError(f"the condition never held; output:\n{self.text()}")
             time.sleep(every)
+
+
+def _abort(pid: int) -> None:
+    """End a process and all its descendants, each of which writes down where its threads stand."""
+    everyone = family(pid)
+    for one in everyone:
+        # What one of them meets when it ends must not move the others.
+        send(one, signal.SIGSTOP)
+    for one in everyone:
+        send(one, signal.SIGABRT)
+        send(one, signal.SIGCONT)
+        time.sleep(0.5)
 
 
 def end_launched(home: Path) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
-from pipeline.stages.gradients import Compute, GradientEngine, Wishes
+from pipeline.stages.gradients import Compute, GradientEngine, Roots
 from pipeline.stages.sums import PlainSums
 
 
@@ -32,14 +33,16 @@ class _Touch(torch.autograd.Function):
         return (None,) * int(ctx.count)
 
 
+def _touched(*parameters: torch.Tensor) -> torch.Tensor:
+    touched: torch.Tensor = _Touch.apply(*parameters)  # type: ignore[no-untyped-call]
+    return touched
+
+
 class StepModule(nn.Module):
     """The weights of all trained modules as one module, so that one engine reduces their gradients together.
 
     ``signals`` is no weight: its gradient carries the message of a rank in the same reduction. It is registered
     first because DDP reduces in the reverse order: everything else may be on its way by then.
-
-    A hook replaces its gradient by the message. Autograd runs nodes in the reverse order of their creation, so a
-    forward pass that begins with ``signals`` asks for the message when all its other gradients are there.
     """
 
     def __init__(self, weights: list[nn.Parameter], message: torch.Tensor) -> None:
@@ -47,64 +50,82 @@ class StepModule(nn.Module):
         self.signals = nn.Parameter(torch.zeros_like(message))
         self.weights = nn.ParameterList(weights)
 
-    def forward(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def forward(self, compute: Callable[[], Roots]) -> Roots:
         return compute()
 
 
 class DdpEngine(GradientEngine):
     """Gradients accumulate locally, and torch adds them while the last backward pass still runs.
 
+    DDP waits for every weight. All are touched in the last backward pass, so that those which a rank has not used
+    report as well. The message tells which ones were used, and therefore follows in a small pass of its own.
+
     DDP rebuilds its buckets after the first backward pass in the order in which gradients became ready, so a
     resumed process would add its first step's gradients in another order than one that never stopped. A rehearsal
     settles the order before the first step.
+
+    On CPUs, DDP would stand still in its backward pass until all sums are there. So we add them, in the same way, and
+    wait for them when it is over: its buckets have the sums in place.
     """
 
     def __init__(self, experiment: Experiment, processes: Processes) -> None:
         super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
         self.loss_scale = processes.world_size
-        self._module = StepModule(self._weights, self._message(Wishes(), [False] * len(self._weights), []))
-        self._said: tuple[Wishes | None, list[torch.Tensor]] = None, []
-        self._engine: nn.Module = self._module
+        self._ddp: DistributedDataParallel | None = None
+        self._sums_under_way: list[Callable[[], object]] = []
         if processes.world_size > 1:
-            self._engine = DistributedDataParallel(self._module, gradient_as_bucket_view=True)
-            self._rehearse()
-        self._module.signals.register_hook(self._message_of_batch)
+            self.begin_step(0)
+            self._module = StepModule(self._weights, self._message(self._are_used()))
+            self._ddp = DistributedDataParallel(self._module, gradient_as_bucket_view=True)
+            if processes.device.type == "cpu":
+                self._ddp.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
+            self._rehearse(self._ddp)
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, ddp: DistributedDataParallel) -> None:
         """Let every parameter become ready once, from last to first, with no gradient at all."""
         in_order = [self._module.signals, *self._weights]
-        touch = _Touch.apply
-        self._engine(lambda: torch.stack([touch(parameter) for parameter in in_order]).sum()).backward()  # type: ignore[no-untyped-call]
+
+        def touch_each() -> Roots:
+            return [_touched(parameter) for parameter in in_order], [self._one] * len(in_order)
+
+        torch.autograd.backward(*ddp(touch_each))
+        self._reduce()
         self._forget()
+        # The next forward pass rebuilds the buckets. Gradients that are there by then would be scaled in another way.
+        with ddp.no_sync():
+            ddp(lambda: ([], []))
 
-    def _backward(self, compute: Compute, wishes: Wishes | None) -> None:
-        def with_signals() -> torch.Tensor:
-            carried = self._module.signals[0]
-            terms, sums = compute()
-            self._said = wishes, sums
-            if wishes is not None and self._processes.world_size > 1:
-                terms.append(_Touch.apply(*self._weights))  # type: ignore[no-untyped-call]
-            return sum(terms, carried)
+    def _backward(self, compute: Compute, *, is_last: bool) -> None:
+        if self._ddp is None or not is_last:
+            # DDP leaves alone what its own forward pass has not prepared it for: gradients accumulate locally.
+            super()._backward(compute, is_last=is_last)
+            return
+        roots, gradients = self._ddp(lambda: self._roots(compute()))
+        torch.autograd.backward([*roots, _touched(*self._weights)], [*gradients, self._one])
+        # Which weights were used is known now, and DDP waits for nothing but the message.
+        torch.autograd.backward([self._module.signals], [self._message(self._are_used())])
 
-        with self._no_sync() if wishes is None else contextlib.nullcontext():
-            self.scaler.scale(self._engine(with_signals)).backward()
-
-    def _no_sync(self) -> Any:
-        engine = self._engine
-        return engine.no_sync() if isinstance(engine, DistributedDataParallel) else contextlib.nullcontext()
-
-    def _message_of_batch(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the signals' gradient; wishes, and what was used, count once, with the rank's last batch."""
-        wishes, sums = self._said
-        used = [wishes is not None and parameter.grad is not None for parameter in self._weights]
-        return self._message(wishes or Wishes(), used, sums)
+    def _begin_sum(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Begin to average a bucket over the ranks; DDP is told that this was done."""
+        buffer = bucket.buffer()
+        self._sums_under_way.append(self._processes.begin_sum(buffer.mul_(1 / self._processes.world_size)))
+        done = Future[torch.Tensor]()
+        done.set_result(buffer)
+        return done
 
     def _reduce(self) -> torch.Tensor:
-        """Return the message; the gradients were reduced with it in the last backward pass."""
+        """Return the message; between ranks, it is reduced with the gradients since the last backward pass."""
+        if self._ddp is None:
+            return self._message(self._are_used())
+        self._while_ranks_wait()
+        for wait in self._sums_under_way:
+            wait()
+        self._sums_under_way.clear()
         message = self._module.signals.grad
         assert message is not None
         return message
 
     def _forget(self) -> None:
         super()._forget()
-        self._module.signals.grad = None
+        if self._ddp is not None:
+            self._module.signals.grad = None

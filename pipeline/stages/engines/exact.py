@@ -7,7 +7,7 @@ import torch
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
-from pipeline.stages.gradients import Compute, GradientEngine, Wishes
+from pipeline.stages.gradients import Compute, GradientEngine
 from pipeline.stages.plan import share_of
 from pipeline.stages.sums import Tensors, TreeSums
 
@@ -26,17 +26,10 @@ class ExactEngine(GradientEngine):
         super().begin_step(num_batches)
         self._own = share_of(num_batches, self._processes.rank, self._processes.world_size)
         self._sums.begin(num_batches)
-        self._num_done, self._wishes = 0, Wishes()
-        self._used, self._finite = [False] * len(self._weights), list[torch.Tensor]()
+        self._num_done, self._used = 0, [False] * len(self._weights)
 
-    def _backward(self, compute: Compute, wishes: Wishes | None) -> None:
-        terms, sums = compute()
-        self._finite += sums
-        self._wishes = wishes or self._wishes
-        # A rank without a batch has a loss too: the scaler begins with the first one it sees.
-        loss = self.scaler.scale(sum(terms, torch.zeros((), device=self._processes.device)))
-        if loss.requires_grad:
-            loss.backward()
+    def _backward(self, compute: Compute, *, is_last: bool) -> None:
+        super()._backward(compute, is_last=is_last)
         if self._num_done < len(self._own):
             self._after_batch(self._own[self._num_done])
 
@@ -55,12 +48,14 @@ class ExactEngine(GradientEngine):
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise PipelineError(
                 "gradient_reduction: exact adds dense gradients only, but a module has sparse ones.\n"
-                "  fix: create its embedding with sparse=False, or set gradient_reduction to fast."
+                "  fix: create its embedding with sparse=False."
             )
         return gradients
 
     def _reduce(self) -> torch.Tensor:
-        message = self._message(self._wishes, self._used, self._finite)
-        for weight, gradient in zip(self._weights, self._sums.total(), strict=True):
+        message = self._message(self._used)
+        wait = self._processes.begin_sum(message)
+        for weight, gradient in zip(self._weights, self._sums.total(self._while_ranks_wait), strict=True):
             weight.grad = gradient
-        return self._processes.sum(message)
+        wait()
+        return message

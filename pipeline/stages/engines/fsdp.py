@@ -9,7 +9,7 @@ import torch
 
 from pipeline.experiment.assembly import Experiment
 from pipeline.runtime.processes import Processes
-from pipeline.stages.gradients import Compute, GradientEngine, Wishes
+from pipeline.stages.gradients import GradientEngine
 from pipeline.stages.sums import PlainSums
 
 
@@ -26,24 +26,12 @@ class FsdpEngine(GradientEngine):
         modules = [one for module in experiment.components.all_modules.values() for one in module.modules()]
         self._units: list[Any] = [one for one in modules if hasattr(one, "reshard")]
 
-    def begin_step(self, num_batches: int) -> None:
-        super().begin_step(num_batches)
-        self._wishes, self._finite = Wishes(), list[torch.Tensor]()
-
-    def _backward(self, compute: Compute, wishes: Wishes | None) -> None:
-        terms, sums = compute()
-        self._finite += sums
-        self._wishes = wishes or self._wishes
-        loss = sum(terms)
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            self.scaler.scale(loss).backward()
-
     def _reduce(self) -> torch.Tensor:
         """Return this rank's message; it is added over the ranks together with the norms."""
         for unit in self._units:
             # What was run without a backward pass is still whole, and would not see the update.
             unit.reshard()
-        return self._message(self._wishes, [], self._finite)
+        return self._message([])
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, gradient.to_local()) for name, gradient in super()._gradients()]  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from pipeline.experiment.definitions import LoaderArguments
-from pipeline.stages.loaders import KeyedDataset, Loader, to_device
+from pipeline.stages.loaders import Ahead, KeyedDataset, Loader, to_device
 from pipeline.stages.plan import PlannedBatch
 
 CPU = torch.device("cpu")
@@ -134,3 +135,48 @@ def test_worker_ends_with_its_process() -> None:
     owner.kill()
     # The pipe stays open for as long as anyone is alive who has inherited it.
     owner.communicate(timeout=30)
+
+
+def test_next_batch_can_be_loaded_before_it_is_asked_for() -> None:
+    """Loading ahead changes neither the order nor the number of batches."""
+    loaded: list[int] = []
+    ahead = Ahead(loaded.append(number) or number for number in range(3))  # type: ignore[func-returns-value]
+    ahead.load()
+    ahead.load()
+    assert loaded == [0]
+    assert [next(ahead), next(ahead), next(ahead)] == [0, 1, 2]
+    ahead.load()
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+def test_error_of_a_batch_that_is_loaded_ahead_is_raised_when_it_is_asked_for() -> None:
+    """The step that is under way meanwhile is not disturbed."""
+    ahead = Ahead(1 // number for number in (1, 0))
+    assert next(ahead) == 1
+    ahead.load()
+    with pytest.raises(ZeroDivisionError):
+        next(ahead)
+
+
+def test_time_of_loading_counts_whenever_it_is_done() -> None:
+    """Ahead or when it is asked for: what loading takes is known."""
+    ahead = Ahead(iter(range(2)))
+    ahead.load()
+    after_first = ahead.seconds
+    assert after_first > 0
+    assert [*ahead] == [0, 1]
+    assert ahead.seconds > after_first
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_workers_start_before_the_first_batch_is_asked_for(keeps: bool) -> None:
+    """Whoever loads knows when processes are forked, and whether there will be any."""
+    arguments = LoaderArguments(batch_size=3, num_workers=1, persistent_workers=keeps)
+    loader = Loader(KeyedDataset(Numbers(), lambda point: point, default_collate), arguments, CPU)
+    before = set(multiprocessing.active_children())
+    assert loader.starts_workers
+    batches = loader.load(BATCHES)
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    assert loader.starts_workers is not keeps
+    assert len(list(batches)) == 2
