@@ -29,8 +29,13 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed
-	$(BIN)/python -m tests.bench
+# What we are compared with is needed for nothing else.
+.venv/peers: .venv/installed
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev,bench]'
+	touch $@
+
+bench: .venv/peers
+	$(BIN)/python -m tests.bench --json bench.json
 
 pictures: .venv/installed
 	$(BIN)/python -m tests.pictures

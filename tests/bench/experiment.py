@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from tests.bench.work import BATCH_SIZE, WORLD_SIZE
+from tests.bench.turns import Job
+from tests.bench.work import DATASETS, KINDS, REGISTERS
 
-_FILES = {
-    "datasets/points.py": """
-from tests.bench.work import Points, num_points
+_DATASET = {
+    "datasets": """
+from tests.bench.work import KINDS, Points
 
-dataset = Points(num_points("{kind}"))
+dataset = Points(KINDS["{kind}"], {seed})
 """,
-    "data_transforms/points.py": """
+    "data_transforms": """
 from pipeline.components import BaseDataTransform as EvalDataTransform
 from pipeline.components import BaseDataTransform as TrainDataTransform
 """,
-    "dataloaders/points.py": """
-train_dataloader_args = {{"batch_size": {batch_size}}}
+    "dataloaders": """
+train_dataloader_args = {{"batch_size": {batch_size}, "num_workers": {num_workers}}}
 eval_dataloader_args = {{"batch_size": {batch_size}}}
 """,
+}
+_SINGLE = {
     "modules/model.py": """
-from tests.bench.work import make_model
+from tests.bench.work import KINDS, make_model
 
-module = make_model("{kind}")
+module = make_model(KINDS["{kind}"])
 settings = {{}}
 """,
     "module_transforms/points.py": """
@@ -39,23 +43,48 @@ class ModuleTransform(BaseModuleTransform):
     def __call__(self, batch, modules):
         return {{"loss_entropy": F.cross_entropy(modules["model"](batch["x"]), batch["y"], reduction="none")}}
 """,
-    "optim_sched/main.py": """
+}
+_MANY_MODULE = """
+from tests.bench.work import make_parts
+
+module = make_parts()["{name}"]
+settings = {{}}
+"""
+_MANY_TRANSFORM = """
+from pipeline.components import BaseModuleTransform
+from tests.bench.work import REGISTERS, task_losses
+
+loss_registers = REGISTERS["{name}"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        return task_losses("{name}", batch, modules)
+"""
+_OPTIMIZER = """
 from torch.optim import AdamW
 
 from pipeline.components import BaseScheduler
+from tests.bench.turns import own_turn
+
+
+class StepMarker(BaseScheduler):
+    def after_train_step(self, step):
+        own_turn().step()
 
 
 def create_optimizer(modules):
-    return AdamW([{{"name": "all", "params": modules["model"].parameters()}}], lr=1e-3)
+    return AdamW([{{"name": name, "params": modules[name].parameters()}} for name in {modules}], lr=1e-3)
 
 
 def create_scheduler(optimizer):
-    return BaseScheduler()
-""",
+    return {scheduler}()
+"""
+_POLICIES = {
     "checkpoint_saver.py": """
-from pipeline.components import BaseCheckpointSaver
+from pipeline.components import BaseCheckpointSaver, PeriodicCheckpointSaver
 
-checkpoint_saver = BaseCheckpointSaver()
+checkpoint_saver = {saver}
 """,
     "early_stopper.py": """
 from pipeline.components import WeightedLossEarlyStopper
@@ -64,37 +93,77 @@ early_stopper = WeightedLossEarlyStopper(max_epochs={num_epochs})
 """,
     "loss_weighter.py": """
 from pipeline.components import BaseLossWeighter
-from tests.bench.turns import Turn
+from tests.bench.turns import own_turn
 
 
 class TurnTaker(BaseLossWeighter):
-    def __init__(self):
-        self.turn = Turn()
-
     def before_train_epoch(self, losses):
-        self.turn.wait()
+        own_turn().wait()
 
     def after_train_epoch(self, losses):
-        self.turn.done()
+        own_turn().done()
 
 
 loss_weighter = TurnTaker()
 """,
 }
-_SETTINGS = {
-    "data_loading": {"step_min_items": BATCH_SIZE * WORLD_SIZE},
-    "logging": {"progress_bar": {"enabled": True}},
-    "loss_registers": {"loss_registers": ["loss_entropy"]},
-}
 
 
-def write(home: Path, name: str, kind: str, num_epochs: int) -> None:
-    """Write an experiment into a data home."""
-    folder = home / "experiment_settings" / name
-    for file, text in _FILES.items():
-        path = folder / "pymodules" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.format(kind=kind, num_epochs=num_epochs, batch_size=BATCH_SIZE).lstrip())
-    (folder / "settings").mkdir()
-    for file, content in _SETTINGS.items():
-        (folder / "settings" / f"{file}.json").write_text(json.dumps(content))
+def write(job: Job) -> None:
+    """Write a job as an experiment of its name into its folder."""
+    kind = KINDS[job.kind]
+    datasets = DATASETS if job.kind == "many" else ["points"]
+    texts = {f"{family}/{name}.py": text for family, text in _DATASET.items() for name in datasets}
+    texts |= _POLICIES | ({} if job.kind == "many" else _SINGLE)
+    values = {
+        "kind": job.kind,
+        "batch_size": kind.batch_size,
+        "num_workers": kind.num_workers,
+        "num_epochs": job.num_epochs,
+        "saver": f"PeriodicCheckpointSaver({job.pool_period})" if job.pool_period else "BaseCheckpointSaver()",
+    }
+    pymodules = Path(job.folder) / "experiment_settings" / job.name / "pymodules"
+    for file, text in texts.items():
+        seed = datasets.index(Path(file).stem) if Path(file).stem in datasets else 0
+        _write(pymodules / file, text.format(**values, seed=seed))
+    for file, text in (_many_texts() if job.kind == "many" else _optimizer(["model"], job)).items():
+        _write(pymodules / file, text)
+    for file, content in _settings(job).items():
+        _write(pymodules.parent / "settings" / f"{file}.json", json.dumps(content))
+
+
+def _many_texts() -> dict[str, str]:
+    parts = {"trunks": ["trunk_a", "trunk_b"], "head_a": ["head_a"], "head_b": ["head_b"]}
+    texts = {f"modules/{name}.py": _MANY_MODULE.format(name=name) for names in parts.values() for name in names}
+    texts |= {f"module_transforms/{name}.py": _MANY_TRANSFORM.format(name=name) for name in DATASETS}
+    for name, modules in parts.items():
+        text = _OPTIMIZER.format(modules=modules, scheduler="BaseScheduler")
+        texts[f"optim_sched/{name}.py"] = text
+    return texts
+
+
+def _optimizer(modules: list[str], job: Job) -> dict[str, str]:
+    scheduler = "StepMarker" if job.marks_steps else "BaseScheduler"
+    return {"optim_sched/main.py": _OPTIMIZER.format(modules=modules, scheduler=scheduler)}
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    kind = KINDS[job.kind]
+    num_batches = kind.world_size if kind.is_shared_out else len(DATASETS)
+    names = [name for registers in REGISTERS.values() for name in registers]
+    metrics = [{"name": name, "optimize": False, "direction": "max"} for name in names if name.startswith("accuracy")]
+    many = [*dict.fromkeys(name for name in names if name.startswith("loss")), *(one for one in metrics[::2])]
+    training: dict[str, Any] = {"gradient_reduction": "exact" if job.name == "exact" else "fast"}
+    if job.checkpoint_every:
+        training["checkpoint_every_steps"] = job.checkpoint_every
+    return {
+        "data_loading": {"step_min_items": kind.batch_size * num_batches},
+        "logging": {"progress_bar": {"enabled": True}},
+        "loss_registers": {"loss_registers": many if job.kind == "many" else ["loss_entropy"]},
+        "training": training,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.lstrip())

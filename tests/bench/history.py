@@ -1,10 +1,11 @@
-"""What a commit costs when the running epoch has many recorded steps: it must not depend on them."""
+"""What a step and a commit cost when the running epoch has many recorded steps: it must not depend on them."""
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,11 +14,17 @@ from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.persisted import PersistedParts
 from pipeline.experiment.records import Records
 from pipeline.experiment.settings import parse_settings, read_contents
+from pipeline.machinery import build_machinery
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.results.lock import RunLock
 from pipeline.results.store import ResultsStore
 from pipeline.runtime.durable import Disk
+from pipeline.runtime.processes import Processes
+from pipeline.stages.gradients import Wishes
+from pipeline.stages.training import StepReport
+from tests.bench.driver import PIPELINE
+from tests.bench.rows import Row, Spread, ratios
 from tests.support.experiments import write_experiment
 
 LENGTHS = (10, 10_000, 1_000_000)
@@ -51,23 +58,68 @@ class History:
         return time.perf_counter() - started
 
 
-def measure(rounds: int) -> dict[str, str]:
-    """Return the median time of a commit by the number of recorded steps, taken in turns."""
+class LongEpoch:
+    """A training stage inside an epoch that has so many recorded steps already."""
+
+    def __init__(self, paths: ExperimentPaths, experiment: Experiment, num_steps: int) -> None:
+        self._machinery = build_machinery(
+            paths, Processes(), experiment, ResultsStore(paths, Disk(), RunLock(paths).claim)
+        )
+        self._machinery.create_module_transforms()
+        self._steps = self._run()
+        next(self._steps)
+        self._machinery.training.flush()
+        records = self._machinery.records
+        for column in {**records._columns(), **records._loss_columns()}.values():
+            column.extend(list(column[-1:]) * (num_steps - 1))
+
+    def _run(self) -> Iterator[StepReport]:
+        """Take the steps of an epoch again and again without ever ending it."""
+        yield next(self._machinery.training.run(1, 0, Wishes))
+        while True:
+            for report in self._machinery.training.run(1, 1, Wishes):
+                yield report
+                if report.step == report.num_steps:
+                    break
+
+    def step(self) -> float:
+        """Take a few steps, let their losses be recorded and return how long one took."""
+        started = time.perf_counter()
+        for _ in itertools.islice(self._steps, _NEW):
+            pass
+        self._machinery.training.flush()
+        return (time.perf_counter() - started) / _NEW
+
+    def close(self) -> None:
+        self._machinery.close()
+
+
+def measure(rounds: int) -> list[Row]:
+    """Return the rows of steps and commits by the number of recorded steps, taken in turns."""
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         folder = write_experiment(home)
         settings = parse_settings(read_contents(folder / "settings"))
         experiment = assemble(folder / "pymodules", settings, torch.device("cpu"))
-        histories = {length: History(home, experiment, length) for length in LENGTHS}
-        times = {length: [] for length in LENGTHS}  # type: dict[int, list[float]]
-        for _ in range(rounds):
-            for length, history in histories.items():
-                times[length].append(history.commit())
-        for history in histories.values():
+        commits = {length: History(home, experiment, length) for length in LENGTHS}
+        epochs = {length: LongEpoch(ExperimentPaths(home, "tiny"), experiment, length) for length in LENGTHS}
+        rows = [
+            _row("step", {length: one.step for length, one in epochs.items()}, 10 * rounds),
+            _row("commit", {length: one.commit for length, one in commits.items()}, rounds),
+        ]
+        for epoch in epochs.values():
+            epoch.close()
+        for history in commits.values():
             history.lock.release()
-    least = statistics.median(times[LENGTHS[0]])
-    return {
-        f"commit with {length} recorded steps": f"{1000 * statistics.median(seen):.1f} ms "
-        f"({statistics.median(seen) / least:.2f} of that with {LENGTHS[0]})"
-        for length, seen in times.items()
-    }
+    return rows
+
+
+def _row(what: str, acts: dict[int, Callable[[], float]], rounds: int) -> Row:
+    times: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    for _ in range(rounds):
+        for length, act in acts.items():
+            times[length].append(act())
+    few, many = times[LENGTHS[0]], times[LENGTHS[-1]]
+    milliseconds = {length: Spread.of(1000 * one for one in seen) for length, seen in times.items()}
+    label = f"i  {what} with 10⁶ recorded steps, of that with 10"
+    return Row(label, "flat", {PIPELINE: ratios(many, few)}, {"ms": milliseconds})

@@ -3,52 +3,114 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pipeline.components import BaseDataset
 
-BATCH_SIZE = 32
-WORLD_SIZE = 2
+NUM_INPUTS, NUM_CLASSES, NUM_VAL_POINTS = 64, 10, 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How large the model is, how long an epoch, and what a point costs to load."""
+
+    hidden: int
+    depth: int
+    steps: int
+    world_size: int = 2
+    batch_size: int = 32
+    num_workers: int = 0
+    # So many points are averaged to make one: the work of a decoder or an augmentation.
+    num_mixed: int = 0
+    has_convolutions: bool = False
+    # Whether every process has a batch of the same data in a step.
+    is_shared_out: bool = True
+
+    @property
+    def num_points(self) -> int:
+        return self.batch_size * self.steps * (self.world_size if self.is_shared_out else 1)
+
+
 KINDS = {
-    "tiny": {"hidden": 64, "depth": 1, "steps": 300},
-    "compute": {"hidden": 2560, "depth": 3, "steps": 20},
-    "convolutions": {"hidden": 64, "depth": 4, "steps": 20},
+    "tiny": Kind(hidden=64, depth=1, steps=300),
+    "compute": Kind(hidden=2560, depth=3, steps=20),
+    "convolutions": Kind(hidden=64, depth=4, steps=20, has_convolutions=True),
+    "loading": Kind(hidden=64, depth=1, steps=100, num_workers=2, num_mixed=48),
+    "pools": Kind(hidden=1024, depth=4, steps=4),
+    # Each of eight datasets has a batch in every step.
+    "many": Kind(hidden=64, depth=1, steps=100, is_shared_out=False),
+    # 1.2 GB of weights and AdamW's moments.
+    "large": Kind(hidden=3200, depth=11, steps=10, world_size=1),
 }
 
 
-def num_points(kind: str) -> int:
-    return BATCH_SIZE * WORLD_SIZE * KINDS[kind]["steps"]
-
-
-def make_model(kind: str) -> nn.Module:
+def make_model(kind: Kind) -> nn.Module:
     """Return 64 → hidden → … → 10: of layers that have much to learn, or of convolutions that have much to do."""
-    hidden, depth = KINDS[kind]["hidden"], KINDS[kind]["depth"]
-    if kind == "convolutions":
+    hidden, depth = kind.hidden, kind.depth
+    if kind.has_convolutions:
         sizes = [1, *[hidden] * depth]
         convolutions = [(nn.Conv2d(*pair, 3, padding=1), nn.ReLU()) for pair in itertools.pairwise(sizes)]
         inner = [layer for pair in convolutions for layer in pair]
-        return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *inner, nn.Flatten(), nn.Linear(64 * hidden, 10))
-    layers: list[nn.Module] = [nn.Linear(64, hidden), nn.ReLU()]
+        return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *inner, nn.Flatten(), nn.Linear(64 * hidden, NUM_CLASSES))
+    layers: list[nn.Module] = [nn.Linear(NUM_INPUTS, hidden), nn.ReLU()]
     for _ in range(depth - 1):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(hidden, 10))
+    return nn.Sequential(*layers, nn.Linear(hidden, NUM_CLASSES))
+
+
+DATASETS = [f"d{number}" for number in range(8)]
+# Twelve: a loss for each dataset, and an accuracy for each pair of them.
+REGISTERS = {name: [f"loss_{name}", f"accuracy_{number // 2}"] for number, name in enumerate(DATASETS)}
+
+
+def make_parts() -> dict[str, nn.Module]:
+    """Return two trunks and two heads; every dataset uses one of each."""
+    hidden = KINDS["many"].hidden
+    trunks = {f"trunk_{one}": nn.Sequential(nn.Linear(NUM_INPUTS, hidden), nn.ReLU()) for one in "ab"}
+    return {**trunks, **{f"head_{one}": nn.Linear(hidden, NUM_CLASSES) for one in "ab"}}
+
+
+def task_losses(
+    dataset: str, batch: dict[str, torch.Tensor], modules: Mapping[str, nn.Module]
+) -> dict[str, torch.Tensor]:
+    """Return a loss and a metric of one dataset, one value per item."""
+    number = DATASETS.index(dataset)
+    trunk, head = modules["trunk_a" if number < 4 else "trunk_b"], modules["head_b" if number % 2 else "head_a"]
+    scores = head(trunk(batch["x"]))
+    loss, accuracy = REGISTERS[dataset]
+    return {
+        loss: F.cross_entropy(scores, batch["y"], reduction="none"),
+        accuracy: (scores.detach().argmax(1) == batch["y"]).float(),
+    }
 
 
 class Points(BaseDataset):
-    """Random points in memory."""
+    """Random points in memory, of which the last are there to be validated on."""
 
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(size, 64, generator=generator)
-        self.labels = torch.randint(10, (size,), generator=generator)
+    def __init__(self, kind: Kind, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = kind.num_points + NUM_VAL_POINTS
+        self.inputs = torch.randn(size, NUM_INPUTS, generator=generator)
+        self.labels = torch.randint(NUM_CLASSES, (size,), generator=generator)
+        self._num_mixed, self._num_train = kind.num_mixed, kind.num_points
+        self._array = self.inputs.numpy()
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        return {"x": self.inputs[idx], "y": self.labels[idx]}
+        if not self._num_mixed:
+            return {"x": self.inputs[idx], "y": self.labels[idx]}
+        mixed = self._array[idx]
+        for other in range(self._num_mixed):
+            mixed = mixed + np.tanh(self._array[(idx + other) % len(self._array)])
+        return {"x": torch.from_numpy(mixed), "y": self.labels[idx]}
 
     def get_split_idxs(self, split: str) -> range:
-        return range(len(self.labels)) if split == "train" else range(BATCH_SIZE)
+        return range(self._num_train) if split == "train" else range(self._num_train, len(self.labels))
