@@ -23,6 +23,8 @@ from pipeline.runtime.meeting import meet
 
 Result = TypeVar("Result")
 _SECONDS_OF_PATIENCE = 5.0
+# Up to here the time a sum takes is that of its messages, not of its bytes.
+_LITTLE = 1 << 20
 # The last is what gloo says to everyone who asks again after it has waited in vain.
 _WORDS_OF_LOSS = ("gloo", "Connection closed by peer", "Application timeout caused pair closure")
 TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
@@ -129,16 +131,29 @@ class Processes:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor over all ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
+        self.begin_sum(tensor)()
         return tensor
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Begin to add a tensor over all ranks, in place; returns what waits for the end."""
         if self.world_size == 1:
             return lambda: None
+        if self.world_size == 2 and tensor.device == CPU and tensor.nbytes <= _LITTLE and tensor.is_contiguous():
+            return self._begin_sum_of_two(tensor)
         # What dist.all_reduce does at last; its own checks take half of the time.
-        return dist.group.WORLD.allreduce([tensor]).wait  # type: ignore[union-attr]
+        return _everyone().allreduce([tensor]).wait  # type: ignore[no-any-return]
+
+    def _begin_sum_of_two(self, own: torch.Tensor) -> Callable[[], object]:
+        """Exchange what is little and add it: two numbers have one sum, and gloo's own way to it takes longer."""
+        other, peer = torch.empty_like(own), 1 - self.rank
+        under_way = [_everyone().send([own], peer, 0), _everyone().recv([other], peer, 0)]
+
+        def finish() -> None:
+            for work in under_way:
+                work.wait()
+            own.add_(other)
+
+        return finish
 
     def least(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the smallest of each element over all ranks, in place."""
@@ -173,6 +188,11 @@ class Processes:
         if refusals:
             raise refusals[0].shared()
         return answer  # type: ignore[return-value]
+
+
+def _everyone() -> Any:
+    """Return the group of all processes as torch.distributed's own functions use it, without the checks around them."""
+    return dist.group.WORLD
 
 
 def longest_wait() -> timedelta:

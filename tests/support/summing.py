@@ -1,4 +1,4 @@
-"""Sums of many tensors in many small buckets over real processes, compared with those of one process alone.
+"""Sums over real processes: in many small buckets, compared with those of one process alone, and torch's own.
 
 Run by torchrun; ends with an error if a single bit differs on any rank.
 """
@@ -6,6 +6,7 @@ Run by torchrun; ends with an error if a single bit differs on any rank.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from pipeline.entry import leave
 from pipeline.runtime.processes import Processes
@@ -13,6 +14,7 @@ from pipeline.stages import sums
 from pipeline.stages.plan import share_of
 
 _SHAPES = ((), (3,), (7, 5), (40, 2), (1,), (4, 3, 3, 3), (200,))
+_TYPES = (torch.float64, torch.int64, torch.uint8)
 _NUM_BATCHES = (*range(1, 10), 16, 21)
 
 
@@ -34,6 +36,18 @@ def total(num_batches: int, processes: Processes) -> sums.Tensors:
     return tree.total()
 
 
+def check_plain_sums(processes: Processes) -> None:
+    """Whatever way a sum goes: little or much, of one number, of any type, in another memory order."""
+    generator = torch.Generator().manual_seed(processes.rank)
+    drawn = [torch.randn(shape, generator=generator) * 100 for shape in ((), (5,), (4, 3, 3, 3), (400_000,))]
+    drawn += [drawn[2].to(memory_format=torch.channels_last), *(drawn[1].to(one) for one in _TYPES)]
+    for index, tensor in enumerate(drawn):
+        by_torch, ours = tensor.clone(), processes.sum(tensor)
+        dist.all_reduce(by_torch)
+        assert ours is tensor
+        assert torch.equal(ours, by_torch), f"sum {index} on rank {processes.rank}"
+
+
 def main() -> None:
     # Fewer elements than some tensors have, and a number that no number of processes divides.
     sums._BUCKET_BYTES = 148
@@ -45,6 +59,7 @@ def main() -> None:
                 assert together is not None
                 same = torch.equal(alone.view(-1).view(torch.int32), together.reshape(-1).view(torch.int32))
                 assert same, f"tensor {index} of {num_batches} batches on rank {processes.rank}"
+    check_plain_sums(processes)
     processes.barrier()
     leave(0)
 
