@@ -16,6 +16,8 @@ from pipeline.runtime.processes import Processes
 from pipeline.stages.gradients import Compute, GradientEngine, Roots
 from pipeline.stages.sums import PlainSums
 
+_BEFORE_ALL_OTHERS = 1 << 62
+
 
 class _Touch(torch.autograd.Function):
     """Makes parameters part of a graph without giving them a gradient.
@@ -72,6 +74,9 @@ class DdpEngine(GradientEngine):
         super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
         self.loss_scale = processes.world_size
         self._ddp: DistributedDataParallel | None = None
+        self._all_touched = _touched(*self._weights)
+        # Autograd runs the node with the highest number first: a weight that the batch uses must not wait for it.
+        self._all_touched.grad_fn._set_sequence_nr(_BEFORE_ALL_OTHERS)  # type: ignore[union-attr]
         self._sums_under_way: list[Callable[[], object]] = []
         if processes.world_size > 1:
             self.begin_step(0)
@@ -101,7 +106,7 @@ class DdpEngine(GradientEngine):
             super()._backward(compute, is_last=is_last)
             return
         roots, gradients = self._ddp(lambda: self._roots(compute()))
-        torch.autograd.backward([*roots, _touched(*self._weights)], [*gradients, self._one])
+        torch.autograd.backward([*roots, self._all_touched], [*gradients, self._one])
         # Which weights were used is known now, and DDP waits for nothing but the message.
         torch.autograd.backward([self._module.signals], [self._message(self._are_used())])
 
