@@ -185,7 +185,7 @@ class _RawFile(io.RawIOBase):
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._path, self._sha, self._size = disk, path, hashlib.sha256(), 0
-        self._num_queued, self._digesting = 0, list[Future[None]]()
+        self._num_queued, self._digesting, self._buffer = 0, list[Future[None]](), memoryview(b"")
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
     def writable(self) -> bool:
@@ -203,10 +203,14 @@ class _RawFile(io.RawIOBase):
         return count
 
     def _digest(self, start: int, end: int) -> None:
-        """Take a range of the file into the digest; it comes from the kernel's memory, not from the disk."""
-        buffer = memoryview(bytearray(min(_CHUNK, end - start)))
-        while start < end and (count := os.preadv(self.descriptor, [buffer[: end - start]], start)):
-            self._sha.update(buffer[:count])
+        """Take a range of the file into the digest; it comes from the kernel's memory, not from the disk.
+
+        In large parts: between two of them this thread needs the interpreter, which the training then has to wait for.
+        """
+        if len(self._buffer) < min(_LARGE, end - start):
+            self._buffer = memoryview(bytearray(min(_LARGE, end - start)))
+        while start < end and (count := os.preadv(self.descriptor, [self._buffer[: end - start]], start)):
+            self._sha.update(self._buffer[:count])
             start += count
 
     def digest(self) -> Digest:
