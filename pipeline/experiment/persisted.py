@@ -28,16 +28,20 @@ class PersistedParts:
         self._experiment, self._components, self._records = experiment, experiment.components, records
         self._processes = processes or Processes()
         self.is_sharded = experiment.settings.training.parallelism == FSDP
-        self._snapshots = Snapshots(copies=experiment.settings.training.checkpoint_in_background)
+        self._snapshots = self._new_snapshots()
         self._num_committed_steps = 0
         self._segments: list[int] = []
+
+    def _new_snapshots(self) -> Snapshots:
+        return Snapshots(copies=self._experiment.settings.training.checkpoint_in_background)
 
     def prepared(self) -> Changes:
         """Everything an experiment has before its first stage."""
         counters = {
             f"data_counter_data/{name}": entry.counter.save for name, entry in self._components.data_counters.items()
         }
-        frozen = self._pool("frzn", self._components.frozen_modules)
+        # What is frozen is written once: the memory it is copied to goes with this commit.
+        frozen = self._pool("frzn", self._components.frozen_modules, self._new_snapshots())
         initial = self._pool("init", self._components.trained_modules)
         last = {path: path.replace("/last/", "/init/") for path in self._last_paths()}
         epochs = self._records.epoch_files("train") | self._records.epoch_files("val")
@@ -93,8 +97,9 @@ class PersistedParts:
         outdated = [f"{prefix}{epoch}/" for epoch in epochs[: max(0, len(epochs) - limit)]]
         return {path for path in committed if path.startswith(tuple(outdated))} if outdated else set()
 
-    def _pool(self, pool: str, modules: dict[str, torch.nn.Module]) -> Changes:
-        return self._taken("module", {self._path(f"module_ckps/{pool}/{name}"): one for name, one in modules.items()})
+    def _pool(self, pool: str, modules: dict[str, torch.nn.Module], snapshots: Snapshots | None = None) -> Changes:
+        owners = {self._path(f"module_ckps/{pool}/{name}"): one for name, one in modules.items()}
+        return self._taken("module", owners, snapshots or self._snapshots)
 
     def _path(self, path: str) -> str:
         return path if self.is_sharded else f"{path}.pt"
@@ -108,13 +113,13 @@ class PersistedParts:
     def _optimizers(self) -> Changes:
         states = {self._path(f"optim_ckps/{name}"): one for name, one in self._experiment.optimizers.items()}
         schedulers = {f"sched_data/{name}": one.save for name, one in self._experiment.schedulers.items()}
-        return self._taken("optimizer", states) | Changes(folders=schedulers)
+        return self._taken("optimizer", states, self._snapshots) | Changes(folders=schedulers)
 
-    def _taken(self, kind: str, owners: Mapping[str, Any]) -> Changes:
+    def _taken(self, kind: str, owners: Mapping[str, Any], snapshots: Snapshots) -> Changes:
         """Take snapshots of modules or optimizers, by path; shards are written later, by all processes."""
         if self.is_sharded:
             return Changes(shards=tuple(owners), num_bytes=sum(num_bytes(one.state_dict()) for one in owners.values()))
-        taken = {path: self._snapshots.take(f"{kind} {Path(path).stem}", owner) for path, owner in owners.items()}
+        taken = {path: snapshots.take(f"{kind} {Path(path).stem}", owner) for path, owner in owners.items()}
         files = {path: writer for path, (writer, _) in taken.items()}
         return Changes(files, num_bytes=sum(size for _, size in taken.values()))
 
