@@ -43,8 +43,9 @@ def _speed(kind: str, facts: dict[str, Facts]) -> Row:
 
 
 def _memory(kind: str, facts: dict[str, Facts]) -> Row:
-    peaks = {name: float(own[-1]["memory"]) for name, own in facts.items()}
-    cells = {name: f"{peak / peaks[HAND_WRITTEN]:.2f}" for name, peak in peaks.items() if name != HAND_WRITTEN}
+    by_hand = _column(facts[HAND_WRITTEN], "memory")
+    cells = {name: ratios(_column(own, "memory"), by_hand) for name, own in facts.items() if name != HAND_WRITTEN}
+    peaks = {name: Spread.of(_column(own, "memory")).median for name, own in facts.items()}
     return Row(f"h  peak memory, {kind}", "≤ 1.05", cells, {"MB": peaks})
 
 
