@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import TracebackType
 from typing import Any
@@ -45,7 +46,15 @@ class ProgressBar:
         try:
             action(self._bar)
         except (OSError, ValueError) as error:
+            _release_lock()
             if self._bar is not None:
                 self._bar.disable = True
             self._bar = None
             LOGGER.warning("The progress bar is gone: %s. Training goes on.", error)
+
+
+def _release_lock() -> None:
+    """Give back what tqdm keeps when it could not draw: other threads write their lines under the same lock."""
+    with contextlib.suppress(RuntimeError):
+        while True:
+            tqdm.get_lock().release()  # type: ignore[no-untyped-call]

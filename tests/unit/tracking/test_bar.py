@@ -7,9 +7,11 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from unittest.mock import patch
 
 import pytest
+from tqdm import tqdm
 
 from pipeline.runtime.logs import LOGGER
 from pipeline.tracking.bar import ProgressBar
@@ -112,3 +114,15 @@ def test_terminal_that_goes_away_never_raises(ending: str) -> None:
         for _ in range(10):
             bar.advance()
     assert bar._done == 10
+
+
+def test_lines_of_other_threads_come_through_after_the_terminal_broke(capsys: pytest.CaptureFixture[str]) -> None:
+    """tqdm keeps its lock when it cannot draw; a thread that has something to say must not wait for it for ever."""
+    terminal = Terminal()
+    with bar_on(terminal, 10) as bar:
+        terminal.error = OSError(errno.EIO, "Input/output error")
+        bar.advance()
+    speaking = Thread(target=tqdm.write, args=("hello",), daemon=True)
+    speaking.start()
+    speaking.join(5)
+    assert "hello" in capsys.readouterr().out
