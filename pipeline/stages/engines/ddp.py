@@ -40,6 +40,16 @@ def _touched(*parameters: torch.Tensor) -> torch.Tensor:
     return touched
 
 
+def touching_first(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Return where a backward pass begins that touches all parameters; many passes may begin there.
+
+    Autograd runs the node with the highest number first. If it ran this one later, no parameter could report before.
+    """
+    touched = _touched(*parameters)
+    touched.grad_fn._set_sequence_nr(_BEFORE_ALL_OTHERS)  # type: ignore[union-attr]
+    return touched
+
+
 class StepModule(nn.Module):
     """The weights of all trained modules as one module, so that one engine reduces their gradients together.
 
@@ -74,9 +84,6 @@ class DdpEngine(GradientEngine):
         super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
         self.loss_scale = processes.world_size
         self._ddp: DistributedDataParallel | None = None
-        self._all_touched = _touched(*self._weights)
-        # Autograd runs the node with the highest number first: a weight that the batch uses must not wait for it.
-        self._all_touched.grad_fn._set_sequence_nr(_BEFORE_ALL_OTHERS)  # type: ignore[union-attr]
         self._sums_under_way: list[Callable[[], object]] = []
         if processes.world_size > 1:
             self.begin_step(0)
@@ -85,6 +92,7 @@ class DdpEngine(GradientEngine):
             if processes.device.type == "cpu":
                 self._ddp.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
             self._rehearse(self._ddp)
+            self._all_touched = touching_first(self._weights)
 
     def _rehearse(self, ddp: DistributedDataParallel) -> None:
         """Let every parameter become ready once, from last to first, with no gradient at all."""
