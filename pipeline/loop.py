@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +221,7 @@ class Loop:
         self._committed_at = time.monotonic()
 
     def _begin_commit(self, changes: Callable[[], Changes], progress: Progress) -> dict[str, Path]:
-        return self._m.commits.begin(
-            lambda: replace(changes(), is_final=progress.is_finished), progress, self._run_state()
-        )
+        return self._m.commits.begin(changes, progress, self._run_state())
 
     def commit_prepared(self, progress: Progress) -> None:
         self._commit(self._m.parts.prepared, progress)

@@ -96,8 +96,8 @@ def _freed(manifest: Manifest, removed: set[str]) -> int:
 def _commit_removal(paths: ExperimentPaths, files: set[str]) -> None:
     """Let a commit take the files away, so that every digest and reference still holds.
 
-    A finished experiment needs no commit to fall back to, which frees the bytes at once; an unfinished one keeps its
-    older commits, and their files go when training has made new ones.
+    A finished experiment needs no commit to fall back to, so that a second one frees the bytes at once; an unfinished
+    one keeps its older commits, and their files go when training has made new ones.
     """
     disk = Disk()
     lock = RunLock(paths, disk)
@@ -106,7 +106,7 @@ def _commit_removal(paths: ExperimentPaths, files: set[str]) -> None:
         store = ResultsStore(paths, disk, lock.claim)
         store.recover(lambda path: path not in files)
         progress, run_state = store.current.progress, store.current.run_state
-        is_finished = progress.is_finished
-        store.commit(Changes(removed=files, is_partial=not is_finished, is_final=is_finished), progress, run_state)
+        for _ in range(2 if progress.is_finished else 1):
+            store.commit(Changes(removed=files, is_partial=not progress.is_finished), progress, run_state)
     finally:
         lock.release()

@@ -7,7 +7,7 @@
 
 A commit writes new files, makes them durable, moves them in one rename beside the older generations and
 then replaces state.json. All that comes after, showing the files in data/ and dropping generations that
-nobody needs, can be repeated at any time. At least the two latest commits stay loadable, until the final one.
+nobody needs, can be repeated at any time. At least the two latest commits stay loadable.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ResultsStore:
             self._disk.perform("save", staging / folder, partial(save, staging / folder))
         for folder in changes.shards:
             self._disk.make_scratch_folder(staging / folder, staging)
-        kept = self._kept(changes)
+        kept = self._kept(changes.is_partial)
         manifest = replace(
             self.current,
             generation=self._next,
@@ -97,19 +97,17 @@ class ResultsStore:
                 "  fix: restore access, then run again with --resume."
             ) from error
 
-    def _kept(self, changes: Changes) -> list[Manifest]:
+    def _kept(self, is_partial: bool) -> list[Manifest]:
         """Return the older commits that stay beside a new one: the latest, and on until two have weights of their own.
 
-        A commit that shares its weights with the one before is no safer than that. Beside a final one stays only
-        what it shares its weights with.
+        A commit that shares its weights with the one before is no safer than that.
         """
-        kept, num_full = [], 0 if changes.is_partial else 1
-        num_wanted = 1 if changes.is_final else _NUM_FULL_COMMITS
+        kept, num_full = [], 0 if is_partial else 1
         for manifest in [self.current, *self._older] if self.current.generation else []:
-            if num_full >= num_wanted:
-                break
             kept.append(manifest)
             num_full += not manifest.is_partial
+            if num_full >= _NUM_FULL_COMMITS:
+                break
         return kept
 
     def _complete(self, changes: Changes, manifest: Manifest, staging: Path, kept: list[Manifest]) -> None:

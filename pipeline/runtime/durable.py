@@ -273,7 +273,7 @@ class Changes:
     """What a commit changes, by path below ``data/``; the store knows nothing else of training.
 
     ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
-    A partial commit shares its most important files with the one before. After one that is final nobody goes on.
+    A partial commit shares its most important files with the one before.
     ``shards`` are folders that all processes fill together once the commit has begun. What ``same_as`` names may be a
     file or a folder with all in it.
     Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
@@ -285,7 +285,6 @@ class Changes:
     removed: set[str] = field(default_factory=set)
     sealed: dict[str, Writer] = field(default_factory=dict)
     is_partial: bool = False
-    is_final: bool = False
     num_bytes: int = 0
     shards: tuple[str, ...] = ()
 
@@ -297,7 +296,6 @@ class Changes:
             self.removed | other.removed,
             self.sealed | other.sealed,
             self.is_partial and other.is_partial,
-            self.is_final or other.is_final,
             self.num_bytes + other.num_bytes,
             self.shards + other.shards,
         )

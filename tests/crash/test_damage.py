@@ -124,19 +124,6 @@ def test_at_least_two_commits_stay_loadable(tmp_path: Path) -> None:
         assert number != 3 or intact == [3, 2, 1]
 
 
-def test_final_commit_leaves_nothing_to_fall_back_to(paths: ExperimentPaths) -> None:
-    """Nobody goes on from the end: beside it stays only the commit whose weights it has, and then not even that."""
-    store = opened(paths)
-    store.recover(is_needed)
-    store.commit(changes(6), place(6), {})
-    check_view(paths)
-    store.commit(Changes(is_partial=True, is_final=True), place(7), {})
-    assert [manifest.progress.epoch for manifest in inspect(paths, is_needed).intact] == [7, 6]
-    store.commit(Changes(removed={"pools/epoch_5/m.pt"}, is_final=True), place(8), {})
-    assert [manifest.progress.epoch for manifest in inspect(paths, is_needed).intact] == [8]
-    check_view(paths)
-
-
 def test_partial_commit_keeps_an_older_one_to_fall_back_to(paths: ExperimentPaths) -> None:
     """Weights that two commits share may be damaged: the commit before both is still there."""
     store = opened(paths)
