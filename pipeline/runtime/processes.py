@@ -138,20 +138,21 @@ class Processes:
         """Begin to add a tensor over all ranks, in place; returns what waits for the end."""
         if self.world_size == 1:
             return lambda: None
-        if self.world_size == 2 and tensor.device == CPU and tensor.nbytes <= _LITTLE and tensor.is_contiguous():
+        if self.world_size == 2 and tensor.device == CPU and tensor.nbytes <= _LITTLE:
             return self._begin_sum_of_two(tensor)
         # What dist.all_reduce does at last; its own checks take half of the time.
         return _everyone().allreduce([tensor]).wait  # type: ignore[no-any-return]
 
-    def _begin_sum_of_two(self, own: torch.Tensor) -> Callable[[], object]:
+    def _begin_sum_of_two(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Exchange what is little and add it: two numbers have one sum, and gloo's own way to it takes longer."""
-        other, peer = torch.empty_like(own), 1 - self.rank
+        own, peer = tensor.contiguous(), 1 - self.rank
+        other = torch.empty_like(own)
         under_way = [_everyone().send([own], peer, 0), _everyone().recv([other], peer, 0)]
 
         def finish() -> None:
             for work in under_way:
                 work.wait()
-            own.add_(other)
+            tensor.add_(other)
 
         return finish
 

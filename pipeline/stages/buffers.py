@@ -111,7 +111,7 @@ class OtherBuffers:
         now = self._tensors()
         differences = [(one != other).any() for one, other in zip(now, self._values, strict=True)]
         for index in torch.stack(differences).nonzero()[:, 0].tolist():
-            self._changes.setdefault(index, (position, now[index].clone()))
+            self._changes.setdefault(index, (position, now[index].clone(memory_format=torch.contiguous_format)))
             layer, name = self._places[index]
             layer._buffers[name] = self._start[index].copy_(self._values[index])
 
@@ -124,7 +124,9 @@ class OtherBuffers:
 
     def _shared(self, index: int, *, is_owner: bool) -> torch.Tensor:
         """Return the value of the one rank that has it, to the bit."""
-        value = self._changes[index][1] if is_owner else torch.zeros_like(self._start[index])
+        # Ranks add what lies in memory, which must be in the same order on all of them.
+        nothing = torch.zeros_like(self._start[index], memory_format=torch.contiguous_format)
+        value = self._changes[index][1] if is_owner else nothing
         self._processes.sum(value.view(torch.uint8) if value.dim() else value.view(1).view(torch.uint8))
         return value
 

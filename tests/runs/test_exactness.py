@@ -17,8 +17,8 @@ from tests.support.running import environment, run_inside, run_process
 
 DATA = Path("experiment_results/tiny/data")
 EXACT = {"gradient_reduction": "exact"}
-# Beside BatchNorm and dropout: a running value that forward passes replace, used by one dataset only, a weight in
-# another memory order than usual, weights that are tied, a step whose loss is not finite, and an update that draws.
+# Beside BatchNorm and dropout: running values that forward passes replace, used by one dataset only, one of them and
+# a weight in another memory order than usual, tied weights, a step whose loss is not finite, and an update that draws.
 HARD: dict[str, str | None] = {
     "pymodules/modules/head_b.py": """
         import torch
@@ -32,11 +32,13 @@ HARD: dict[str, str | None] = {
                 self.second.weight = self.first.weight
                 self.last = nn.Conv2d(2, 1, (2, 2)).to(memory_format=torch.channels_last)
                 self.register_buffer("seen", torch.zeros(8))
+                self.register_buffer("turned", torch.zeros(2, 2, 2))
                 self.register_buffer("num_seen", torch.tensor(0))
 
             def forward(self, x):
                 if self.training:
                     self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+                    self.turned = (self.turned + x.detach().mean(0).view(2, 2, 2)).transpose(0, 1)
                     self.num_seen += 1
                 hidden = self.second(torch.relu(self.first(x - self.seen))) + x
                 return self.last(hidden.view(-1, 2, 2, 2)).view(-1, 1)
