@@ -56,8 +56,8 @@ class Loop:
         epoch, total = progress.epoch, len(self._m.training.plan)
         updates, enabled = self._settings.logging.train_updates, self._shows_bars
         self._publisher.begin_epoch() if progress.step == 0 else None
-        self._pace.begin_epoch(progress.step)
         self._get_ready_for(self._m.runners[0])
+        self._pace.begin_epoch(progress.step)
         with ProgressBar(f"train {epoch}", total, progress.step, updates, enabled=enabled) as bar:
             for report in self._m.training.run(epoch, progress.step, self._wishes):
                 self._after_step(epoch, report)
@@ -100,8 +100,8 @@ class Loop:
         if not self._settings.training.evaluation_interval:
             return self._without_validation(progress)
         self.report(progress)
-        self._pace.begin_epoch(0)
         self._get_ready_for(self._m.runners[1])
+        self._pace.begin_epoch(0)
         updates = self._settings.logging.eval_updates
         with ProgressBar(f"val {epoch}", stage.num_rounds, 0, updates, enabled=self._shows_bars) as bar:
             for stopped in stage.run(epoch, self._m.stop_requests.asked):

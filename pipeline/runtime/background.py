@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -16,7 +17,8 @@ def behind(name: str) -> ThreadPoolExecutor:
 
 
 def _give_way() -> None:
-    # Elsewhere a thread has no priority of its own.
+    # Elsewhere a thread has no priority of its own. Where it may not be changed, the work is done all the same.
     if sys.platform == "linux":
-        own = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, own, min(_LEAST, os.getpriority(os.PRIO_PROCESS, own) + _STEPS_BACK))
+        with contextlib.suppress(OSError):
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, min(_LEAST, os.getpriority(os.PRIO_PROCESS, own) + _STEPS_BACK))

@@ -230,9 +230,8 @@ class GradientEngine(ABC):
                 clip_grads_with_norm_(parameters, self._clip_norm, torch.tensor(norm, device=self._processes.device))
 
     def _forget(self) -> None:
-        for parameters in self._parameters.values():
-            for parameter in parameters:
-                parameter.grad = None
+        for optimizer in self._experiment.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
 
 
 def _may_draw(optimizer: torch.optim.Optimizer) -> bool:

@@ -55,6 +55,6 @@ class ProgressBar:
 
 def _release_lock() -> None:
     """Give back what tqdm keeps when it could not draw: other threads write their lines under the same lock."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, AssertionError):
         while True:
             tqdm.get_lock().release()  # type: ignore[no-untyped-call]
