@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
@@ -31,7 +32,7 @@ class Snapshots:
         state = owner.state_dict()
         check_state(name, state)
         seen: dict[Any, torch.Tensor] = {}
-        held = self._copy(state, name, seen) if self._copies else state
+        held = self._copy(state, name, seen)
         wait_for_copies(list(seen.values()))
         return _tensor_writer(held), _num_bytes(held)
 
@@ -39,11 +40,14 @@ class Snapshots:
         if isinstance(value, dict):
             # A shallow copy keeps what hangs on a state dict besides its items, such as versions of its layers.
             copied = copy.copy(value)
-            copied.update({key: self._copy(child, f"{path}/{key}", seen) for key, child in value.items()})
+            copied.clear()
+            copied.update({_unique(key): self._copy(child, f"{path}/{key}", seen) for key, child in value.items()})
             return copied
         if isinstance(value, (list, tuple)):
             return type(value)(self._copy(child, f"{path}/{index}", seen) for index, child in enumerate(value))
-        return self._buffered(value, path, seen) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return self._buffered(value, path, seen) if self._copies else value
+        return _unique(value)
 
     def _buffered(self, tensor: torch.Tensor, path: str, seen: dict[Any, torch.Tensor]) -> torch.Tensor:
         tensor = tensor.detach()
@@ -58,6 +62,14 @@ class Snapshots:
                 self._buffers[path] = buffer
             seen[identity] = buffer.copy_(tensor, non_blocking=True)
         return seen[identity]
+
+
+def _unique(value: Any) -> Any:
+    """Return the one object for equal strings: a pickle's bytes tell whether two of them are one object or not.
+
+    After a resume, keys that were loaded are other objects than those of states that are created later.
+    """
+    return sys.intern(value) if type(value) is str else value
 
 
 def check_state(name: str, state: Any) -> None:
