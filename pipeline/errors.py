@@ -3,6 +3,7 @@
 PipelineError            1  something failed while running
 ├── DamagedResults       1  committed files do not match their digests
 ├── UnreadableFile       1  a file of tensors or arrays is not safe to read
+├── RanksDiffer          1  what must be the same on every rank is not
 ├── InvalidExperiment    2  settings, pymodules or their combination are wrong
 │   └── UsageError       2  the command line itself is wrong
 └── StateConflict        3  results exist, are missing, or are in use
@@ -47,6 +48,10 @@ class DamagedResults(PipelineError):
 
 class UnreadableFile(PipelineError):
     """A file of tensors or arrays is damaged, or would do more than hold values when it is read."""
+
+
+class RanksDiffer(PipelineError):
+    """Weights, states or decisions that must be the same on every rank are not."""
 
 
 class InvalidExperiment(PipelineError):

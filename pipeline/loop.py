@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.machinery import Machinery
 from pipeline.progress import EVALUATION, TRAINING, Progress
 from pipeline.results.journal import EPOCH
@@ -23,6 +24,11 @@ from pipeline.tracking.blocks import latest_values
 from pipeline.tracking.lines import shown_losses, shown_rates, train_line, val_line
 from pipeline.tracking.pace import Pace
 from pipeline.tracking.publisher import Publisher
+
+# What the policies decide after an epoch; the names are shown if ranks do not agree.
+_IMPROVEMENT = "improvement() of early_stopper.py"
+_STOP = "early_stop() of early_stopper.py"
+_KEEPS = "save_checkpoints() of checkpoint_saver.py"
 
 
 class Loop:
@@ -75,7 +81,8 @@ class Loop:
         else:
             following = self._judge(progress)
         self._note_epoch("train", epoch)
-        self._commit(lambda: self._trained_epoch(epoch), following)
+        was_judged = not self._settings.training.evaluation_interval
+        self._commit(lambda: self._trained_epoch(epoch), following, was_judged=was_judged)
         return following
 
     def _get_ready_for(self, runner: BatchRunner) -> None:
@@ -118,7 +125,7 @@ class Loop:
         self._note_epoch("val", epoch)
         values = shown_losses(self._m.records.losses, "val", self._weights())
         LOGGER.info(val_line(epoch, stage.num_rounds, values))
-        self._commit(lambda: self._evaluated_epoch(epoch), following)
+        self._commit(lambda: self._evaluated_epoch(epoch), following, was_judged=True)
         return following
 
     def _evaluated_epoch(self, epoch: int) -> Changes:
@@ -137,12 +144,18 @@ class Loop:
         key_generators(self._settings.training.seed, "judge", progress.epoch)
         stopper.update(losses, weighter)
         saver.update(losses, weighter, stopper)
-        self._kept_pools = ["best"] if stopper.improvement() else []
-        if saver.save_checkpoints():
+        own = {
+            _IMPROVEMENT: bool(stopper.improvement()),
+            _KEEPS: bool(saver.save_checkpoints()),
+            _STOP: bool(stopper.early_stop()),
+        }
+        decisions = self._m.ranks.agree(own, f"after epoch {progress.epoch}")
+        self._kept_pools = ["best"] if decisions[_IMPROVEMENT] else []
+        if decisions[_KEEPS]:
             self._kept_pools.append(f"epoch_{progress.epoch}")
-        if "best" in self._kept_pools:
+        if decisions[_IMPROVEMENT]:
             self.best = {"epoch": progress.epoch, "values": latest_values(losses, "val")}
-        return progress.next(evaluate=False, stop=bool(stopper.early_stop()))
+        return progress.next(evaluate=False, stop=decisions[_STOP])
 
     def _wishes(self) -> Wishes:
         return Wishes(stop=self._m.stop_requests.asked(), commit=self._m.processes.is_rank_zero and self._is_late())
@@ -207,8 +220,13 @@ class Loop:
             name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._settings.register_names
         }
 
-    def _commit(self, changes: Callable[[], Changes], progress: Progress) -> None:
-        """Let rank zero commit, and all write their shards; what is permanent is published once it is complete."""
+    def _commit(self, changes: Callable[[], Changes], progress: Progress, *, was_judged: bool = False) -> None:
+        """Let rank zero commit, and all write their shards; what is permanent is published once it is complete.
+
+        Ranks compare themselves first. Files that components save are compared only once they have judged an epoch:
+        it takes a call of ``save`` on every rank.
+        """
+        self._m.ranks.compare(f"before the commit at {progress}", saves=was_judged)
         if self._m.parts.is_sharded:
             folders = self._m.processes.on_rank_zero(lambda: self._begin_commit(changes, progress))
             self._m.processes.together(lambda: self._m.parts.write_shards(folders))
@@ -233,11 +251,14 @@ class Loop:
         return progress.epoch if is_running else progress.epoch - 1
 
     def _run_state(self) -> dict[str, Any]:
+        flags = GradientFlags(self._components.trained_modules)
         return {
             "best": self.best,
             "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
             "num_consecutive_skipped": self._m.training.num_consecutive_skipped,
             "grad_scaler": self._m.engine.scaler.state_dict(),
+            "frozen_parameters": flags.as_json(flags.now()),
+            "unreduced_parameters": self._m.engine.unreduced(),
         }
 
     def report(self, progress: Progress, state: str = "running", **more: Any) -> None:

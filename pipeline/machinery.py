@@ -29,6 +29,7 @@ from pipeline.stages.evaluation import EvaluationStage
 from pipeline.stages.gradients import GradientEngine
 from pipeline.stages.pictures import Pictures
 from pipeline.stages.plan import StepPlan
+from pipeline.stages.rank_comparison import RankComparison
 from pipeline.stages.training import TrainingStage
 
 _ENGINES: dict[str, Callable[[Experiment, Processes], GradientEngine]] = {"fast": DdpEngine, "exact": ExactEngine}
@@ -45,6 +46,7 @@ class Machinery:
     parts: PersistedParts
     module_transforms: dict[str, Any]
     engine: GradientEngine
+    ranks: RankComparison
     runners: tuple[BatchRunner, BatchRunner]
     training: TrainingStage
     evaluation: EvaluationStage
@@ -88,14 +90,16 @@ def build_machinery(
     training = TrainingStage(experiment, processes, train, engine, records)
     if experiment.settings.training.sync_batchnorm:
         _check_even_steps(training.plan, processes)
+    parts = PersistedParts(experiment, records, processes)
     return Machinery(
         paths=paths,
         processes=processes,
         experiment=experiment,
         records=records,
-        parts=PersistedParts(experiment, records, processes),
+        parts=parts,
         module_transforms=transforms,
         engine=engine,
+        ranks=RankComparison(experiment, processes, engine, parts),
         runners=(train, val),
         training=training,
         evaluation=EvaluationStage(experiment, processes, val, records),

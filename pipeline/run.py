@@ -16,7 +16,8 @@ from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateCon
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
 from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
-from pipeline.experiment.persisted import PersistedParts
+from pipeline.experiment.gradient_flags import GradientFlags
+from pipeline.experiment.persisted import PersistedParts, is_counted, restore_counters
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
 from pipeline.experiment.sharding import mesh_of
@@ -33,6 +34,7 @@ from pipeline.results.lock import RunLock
 from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
 from pipeline.results.provenance import describe_start
 from pipeline.results.restarts import was_started_before
+from pipeline.results.restoring import CommittedFiles, CommitToRead, committed_files
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
 from pipeline.results.starts import differences, read_starts, record_start, run_id
@@ -97,9 +99,7 @@ class _Run:
             check_shared(self._paths, self._processes)
         if action == RESUME:
             machinery = self._continue()
-            progress, run_state, segments = self._processes.broadcast(self._committed())
-            self._processes.together(lambda: self._restore(machinery, segments, progress))
-            self._restore_run_state(machinery, run_state)
+            progress, run_state = self._restore(machinery)
         else:
             machinery = self._begin(action)
             progress, run_state = Progress(), {}
@@ -118,6 +118,8 @@ class _Run:
         experiment = self._assemble(folder, contents)
         self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
+        machinery.ranks.compare("before the first step")
+        machinery.engine.prepare()
         written = read_contents(folder / "settings")
         changed = {name: content for name, content in contents.items() if content != written[name]}
         fingerprints = fingerprint_everywhere(experiment, self._processes)
@@ -201,19 +203,36 @@ class _Run:
                 ", ".join(edited),
             )
 
-    def _committed(self) -> tuple[Progress, dict[str, Any], list[Path]]:
-        return self._store.current.progress, self._store.current.run_state, self._store.hidden_files()
+    def _restore(self, machinery: Machinery) -> tuple[Progress, dict[str, Any]]:
+        """Bring every part back to what was committed; return where the run continues and what its loop knew."""
+        commit = self._processes.on_rank_zero(lambda: self._commit_to_read(PersistedParts.is_needed))
+        progress, run_state = commit.manifest.progress, commit.manifest.run_state
+        with committed_files(self._paths, self._processes, commit) as files:
+            self._processes.together(lambda: self._load(machinery, files, progress))
+        machinery.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
+        machinery.engine.scaler.load_state_dict(run_state["grad_scaler"])
+        # Commits of earlier versions do not hold these two.
+        if "frozen_parameters" in run_state:
+            flags = GradientFlags(machinery.experiment.components.trained_modules)
+            flags.set(flags.from_json(run_state["frozen_parameters"]))
+        machinery.ranks.compare("after the last commit was restored", saves=True)
+        machinery.engine.prepare(run_state.get("unreduced_parameters"))
+        return progress, run_state
 
-    def _restore(self, machinery: Machinery, segments: list[Path], progress: Progress) -> None:
+    def _commit_to_read(self, is_needed: Callable[[str], bool]) -> CommitToRead:
+        return CommitToRead(self._store.current, self._store.files_to_restore(is_needed), self._lock.claim.folder)
+
+    def _load(self, machinery: Machinery, files: CommittedFiles, progress: Progress) -> None:
         try:
-            machinery.parts.restore(self._paths.data, segments, progress)
+            machinery.parts.restore(files.read_state, files.folder, progress)
         except UnreadableFile as error:
             raise DamagedResults(f"{error}\n  fix: restore it from a backup, or start again with --reset.") from error
 
-    @staticmethod
-    def _restore_run_state(machinery: Machinery, run_state: dict[str, Any]) -> None:
-        machinery.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
-        machinery.engine.scaler.load_state_dict(run_state["grad_scaler"])
+    def _restore_counters(self, machinery: Machinery) -> None:
+        """Let every rank load what was counted, also where it was counted: a resumed run cannot see anything else."""
+        commit = self._processes.on_rank_zero(lambda: self._commit_to_read(is_counted))
+        with committed_files(self._paths, self._processes, commit) as files:
+            restore_counters(machinery.experiment.components, files.folder)
 
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
@@ -257,9 +276,7 @@ class _Run:
             machinery.experiment.initialize_schedulers()
             loop.commit_prepared(progress)
             machinery.commits.wait()
-            self._processes.barrier()
-            # Also where they were counted, so that a resumed run cannot see anything else.
-            machinery.parts.restore_counters(self._paths.data)
+            self._restore_counters(machinery)
         machinery.create_module_transforms()
         self._watch(machinery)
         progress = loop.run(progress, self._arguments.stop_after_epoch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.records import Records
 from pipeline.experiment.settings import FSDP
-from pipeline.experiment.shards import load_module, load_optimizer
+from pipeline.experiment.shards import targets_beside, targets_in
 from pipeline.experiment.snapshots import Snapshots, check_state
-from pipeline.paths import pool_file
 from pipeline.progress import EVALUATION, Progress
 from pipeline.runtime.durable import Changes, json_writer
 from pipeline.runtime.processes import Processes
-from pipeline.runtime.sharded_files import num_bytes
+from pipeline.runtime.sharded_files import Target, num_bytes
+
+# Reads the committed state of a module or an optimizer by its path below data/.
+ReadState = Callable[[str, Target], Any]
 
 
 class PersistedParts:
@@ -112,7 +114,7 @@ class PersistedParts:
 
     def _optimizers(self) -> Changes:
         states = {self._path(f"optim_ckps/{name}"): one for name, one in self._experiment.optimizers.items()}
-        schedulers = {f"sched_data/{name}": one.save for name, one in self._experiment.schedulers.items()}
+        schedulers = {folder: one.save for folder, one in self._schedulers().items()}
         return self._taken("optimizer", states, self._snapshots) | Changes(folders=schedulers)
 
     def _taken(self, kind: str, owners: Mapping[str, Any], snapshots: Snapshots) -> Changes:
@@ -141,29 +143,38 @@ class PersistedParts:
         return Changes(folders={"loss_weighter_data": self._components.loss_weighter.save})
 
     def _policies(self) -> Changes:
+        return Changes(folders={folder: one.save for folder, one in self._policy_components().items()})
+
+    def _policy_components(self) -> dict[str, Any]:
         names = ("early_stopper", "checkpoint_saver", "loss_weighter")
-        return Changes(folders={f"{name}_data": getattr(self._components, name).save for name in names})
+        return {f"{name}_data": getattr(self._components, name) for name in names}
+
+    def _schedulers(self) -> dict[str, Any]:
+        return {f"sched_data/{name}": one for name, one in self._experiment.schedulers.items()}
+
+    def components(self) -> dict[str, Any]:
+        """Return every component whose state changes during training, by its folder below data/."""
+        return self._schedulers() | self._policy_components()
 
     @staticmethod
     def is_needed(path: str) -> bool:
         """Tell whether a resumed run reads a committed file; other pools are for the user."""
         return not path.startswith("module_ckps/") or path.startswith(("module_ckps/last/", "module_ckps/frzn/"))
 
-    def restore_counters(self, data: Path) -> None:
-        restore_counters(self._components, data)
+    def restore(self, read_state: ReadState, folder: Path, progress: Progress) -> None:
+        """Bring every part back to what was committed; the same on every rank.
 
-    def restore(self, data: Path, segments: list[Path], progress: Progress) -> None:
-        """Bring every part back to what was committed; the same on every rank."""
-        self.restore_counters(data)
+        ``folder`` has a copy of the committed files that are no weights, under their names below data/.
+        """
+        restore_counters(self._components, folder)
         for pool, modules in (("frzn", self._components.frozen_modules), ("last", self._components.trained_modules)):
             for name, module in modules.items():
-                load_module(module, pool_file(data, pool, name))
+                module.load_state_dict(read_state(self._path(f"module_ckps/{pool}/{name}"), targets_in(module)))
         for name, optimizer in self._experiment.optimizers.items():
-            load_optimizer(optimizer, data / self._path(f"optim_ckps/{name}"))
-            self._experiment.schedulers[name].load(_existing(data / "sched_data" / name))
-        for name in ("early_stopper", "checkpoint_saver", "loss_weighter"):
-            getattr(self._components, name).load(_existing(data / f"{name}_data"))
-        self._restore_records(data, segments, progress)
+            optimizer.load_state_dict(read_state(self._path(f"optim_ckps/{name}"), targets_beside(optimizer)))
+        for path, component in self.components().items():
+            component.load(_existing(folder / path))
+        self._restore_records(folder, sorted(folder.glob("running/*.npz")), progress)
 
     def _restore_records(self, data: Path, segments: list[Path], progress: Progress) -> None:
         self._records.load_epochs(data)
@@ -178,6 +189,11 @@ class PersistedParts:
 
     def _forget_segments(self) -> None:
         self._num_committed_steps, self._segments = 0, []
+
+
+def is_counted(path: str) -> bool:
+    """Tell whether a committed file is what a data counter saved."""
+    return path.startswith("data_counter_data/")
 
 
 def restore_counters(components: Components, data: Path) -> None:

@@ -30,6 +30,11 @@ _CONTRADICTIONS = (
         ("sync_batchnorm", True),
         "its layers were not tried inside modules that are sharded",
     ),
+    (
+        ("gradient_reduction", "exact"),
+        ("on_rank_difference", "broadcast"),
+        "a rank that is overwritten has computed other bits before, which exact promises not to happen",
+    ),
 )
 
 
@@ -57,6 +62,7 @@ class TrainingSettings:
     gradient_reduction: str = "fast"
     parallelism: str = "ddp"
     sync_batchnorm: bool = False
+    on_rank_difference: str = "error"
     checkpoint_every_steps: int | None = None
     checkpoint_every_minutes: float | None = 10
     checkpoint_in_background: bool = True

@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.errors import DamagedResults, PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
-from pipeline.results.generations import HIDDEN, Generations, matches
+from pipeline.results.generations import Generations, matches
 from pipeline.results.lock import Claim
 from pipeline.results.manifest import MANIFEST_FILE, Entry, Manifest, SealedList, State, outside, renamed, sealed_json
 from pipeline.results.view import View
@@ -274,10 +274,9 @@ class ResultsStore:
         for top in (self._paths.generations, self._paths.data):
             self._disk.remove_all_empty_folders(top)
 
-    def hidden_files(self) -> list[Path]:
-        """Return where the files of the running epoch are, in order."""
-        hidden = sorted(path for path in self.current.files if path.startswith(HIDDEN))
-        return [self._generations.stored(self.current.files[path]) for path in hidden]
+    def files_to_restore(self, is_needed: Callable[[str], bool]) -> dict[str, Entry]:
+        """Return the files of the current commit that a continuing run reads, by path below data/."""
+        return self._generations.needed(self.current, is_needed)
 
 
 def peek(paths: ExperimentPaths) -> Manifest | None:

@@ -113,6 +113,13 @@ class Processes:
         dist.broadcast_object_list(box, src=0, device=CPU)
         return box[0]
 
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Give a tensor the values that it has on rank zero, in place."""
+        if self.world_size > 1:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, src=0)
+            tensor.detach().copy_(sent)
+
     def gather(self, value: Result) -> list[Result]:
         """Return every rank's value on every rank, in rank order."""
         if self.world_size == 1:

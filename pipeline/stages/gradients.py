@@ -13,13 +13,18 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.gradient_flags import Flags, FrozenNames, GradientFlags
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.buffers import StepBuffers, kept_buffers
+from pipeline.stages.rank_differences import flag_values, refuse_differences
 from pipeline.stages.sums import BatchSums, nothing
 
 _MOST_CONSTANTS = 256
+# Where a message says that flags have changed: after health, stop and commit.
+_NEW_FLAGS = 3
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,18 @@ class GradientEngine(ABC):
     """Turns the batches of a step into one update, the same on every rank.
 
     Between ranks travels one message per step: whether any of them met a loss that is not finite (a sum that is 0 or
-    NaN), was asked to stop or wants a commit, and which weights any of them has used. How it and the gradients are
-    added is what engines differ in.
+    NaN), was asked to stop or wants a commit, whether its requires_grad flags have changed, and which weights any of
+    them has used. How it and the gradients are added is what engines differ in.
+
+    The flags may change between steps. An engine reduces the weights that were trained when it was set up. In the step
+    after a change, the weights that are new are reduced in a collective of their own, and then the engine is set up
+    again. Ranks enter that collective only after the message has said that all of them have changed.
     """
 
     # torch averages over the ranks, but a step's loss is already normalised by the items of all of them.
     loss_scale = 1
+    # What a message must be multiplied with to count ranks.
+    message_scale = 1
 
     def __init__(
         self, experiment: Experiment, processes: Processes, new_sums: Callable[[list[torch.Tensor]], BatchSums]
@@ -72,9 +83,9 @@ class GradientEngine(ABC):
         self._experiment, self._processes = experiment, processes
         training = experiment.settings.training
         self._clip_norm = training.grad_clip_norm
-        modules = list(experiment.components.trained_modules.values())
-        self._weights = _trained_weights(modules)
-        self._buffers = StepBuffers(modules, processes, new_sums)
+        modules = experiment.components.trained_modules
+        self._flags = GradientFlags(modules)
+        self._buffers = StepBuffers(list(modules.values()), processes, new_sums)
         self._parameters = {
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for name, optimizer in experiment.optimizers.items()
@@ -83,6 +94,23 @@ class GradientEngine(ABC):
         self._updates_draw = any(map(_may_draw, experiment.optimizers.values()))
         self._one = torch.ones((), device=processes.device)
         self._action = nothing
+
+    def prepare(self, frozen: FrozenNames | None = None) -> None:
+        """Set up the reduction once initial or committed weights are there.
+
+        ``frozen`` is what ``unreduced`` said when the last commit was made. A run that continues must reduce its first
+        step as the one before would have: rounding depends on which gradients are added together.
+        """
+        self._set_up(self._flags.now() if frozen is None else self._flags.from_json(frozen))
+
+    def unreduced(self) -> FrozenNames:
+        """Return the parameters that the reduction, as it is set up, leaves out."""
+        return self._flags.as_json(self._reduced)
+
+    def _set_up(self, flags: Flags) -> None:
+        """Reduce the weights with these flags from now on."""
+        self._reduced = flags
+        self._weights = self._flags.trained(flags)
 
     @contextmanager
     def using_waits_for(self, action: Callable[[], None]) -> Iterator[None]:
@@ -111,6 +139,14 @@ class GradientEngine(ABC):
         """Get ready for a step of so many batches on all ranks together."""
         self._buffers.begin_step(num_batches)
         self._wishes, self._finite = Wishes(), list[torch.Tensor]()
+        self._trained = self._flags.now()
+        self._has_new_flags = self._trained != self._reduced
+        self._unfrozen = self._newly_trained() if self._has_new_flags else []
+
+    def _newly_trained(self) -> list[nn.Parameter]:
+        """Return the weights that are trained now, but are not part of the reduction yet."""
+        reduced = set(self._weights)
+        return [weight for weight in self._flags.trained(self._trained) if weight not in reduced]
 
     def backward(self, position: int, compute: Compute, wishes: Wishes | None) -> None:
         """Add the gradients of one batch of the step; the rank's last batch brings its wishes."""
@@ -153,7 +189,7 @@ class GradientEngine(ABC):
 
     def _message(self, used: list[bool]) -> torch.Tensor:
         """Return a rank's message; but for the sums that must be finite, almost all steps say the same."""
-        values = (0.0, self._wishes.stop, self._wishes.commit, *used)
+        values = (0.0, self._wishes.stop, self._wishes.commit, self._has_new_flags, *used)
         message = _constant(values, self._processes.device).clone()
         health = message[0]
         for total in self._finite:
@@ -171,30 +207,78 @@ class GradientEngine(ABC):
         What an optimizer draws follows from ``key``: the ranks have run, and loaded, different batches by then.
         """
         message = self._reduce()
-        named = self._experiment.optimizers.items()
-        used = [one for name, one in named if any(own.grad is not None for own in self._parameters[name])]
+        if self._has_new_flags:
+            self._reduce_unfrozen(message)
         if self.scaler.is_enabled():
-            for optimizer in used:
+            for optimizer in self._optimizers_with_gradients():
                 self.scaler.unscale_(optimizer)
         verdict = self._judge(message)
+        # Only now are gradients gone that exist because the reduction filled them: with one process there are none.
+        stepping = self._optimizers_with_gradients()
         if self._updates_draw:
             key_generators(*key)
         if not verdict.skipped:
             self._clip(verdict.norm)
-            for optimizer in used:
+            for optimizer in stepping:
                 self.scaler.step(optimizer)
-        if self.scaler.is_enabled() and used:
-            self.scaler.update()
+        if self.scaler.is_enabled():
+            # A step that used no weight keeps the scale.
+            self.scaler.update(None if stepping else self.scaler.get_scale())
         self._buffers.end_step(skipped=verdict.skipped)
         self._forget()
+        if self._has_new_flags:
+            self._set_up(self._trained)
         return verdict
+
+    def _optimizers_with_gradients(self) -> list[torch.optim.Optimizer]:
+        named = self._experiment.optimizers.items()
+        return [one for name, one in named if any(own.grad is not None for own in self._parameters[name])]
+
+    def _reduce_unfrozen(self, message: torch.Tensor) -> None:
+        """Reduce the gradients of weights that are trained since this step, once all ranks have said so."""
+        self._check_flags(float(message[_NEW_FLAGS]))
+        optimised = {parameter for own in self._parameters.values() for parameter in own}
+        lost = [weight for weight in self._unfrozen if weight not in optimised]
+        if lost:
+            raise PipelineError(
+                f"Parameters that require a gradient must be in an optimizer, but {', '.join(self._flags.names(lost))} "
+                "require one since this step and are in none.\n"
+                "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not."
+            ).shared()
+        if self._unfrozen:
+            self._sum_unfrozen()
+
+    def _check_flags(self, changed: float) -> None:
+        """Refuse flags that have changed on some ranks only; called by all ranks once they know of it."""
+        if 0 < round(changed * self.message_scale) < self._processes.world_size:
+            refuse_differences(self._processes, flag_values(self._experiment), "in a training step")
+
+    def _sum_unfrozen(self) -> None:
+        """Let every rank have the newly trained weights' gradients of all batches, scaled like the others."""
+        if self._processes.world_size == 1:
+            return
+        are_used = [weight.grad is not None for weight in self._unfrozen]
+        for weight in self._unfrozen:
+            # Ranks add what lies in memory, which must be in the same order on all of them.
+            total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            if weight.grad is not None:
+                total.copy_(weight.grad).mul_(1 / self.message_scale)
+            weight.grad = torch.empty_like(weight).copy_(self._processes.sum(total))
+        self._forget_if_unused(self._unfrozen, are_used)
+
+    def _forget_if_unused(self, weights: list[nn.Parameter], are_used: list[bool]) -> None:
+        """Take gradients away that no rank has."""
+        counts = self._processes.sum(torch.tensor(are_used, dtype=torch.int32)).tolist()
+        for weight, count in zip(weights, counts, strict=True):
+            weight.grad = weight.grad if count else None
 
     def _judge(self, message: torch.Tensor) -> Verdict:
         owners = self._gradients()
         norms = torch._foreach_norm([gradient for _, gradient in owners], dtype=torch.float32) if owners else ()
         self._while_device_works()
         known = self._known(message, list(norms))
-        health, stop, commit, *used = known[: len(message)]
+        health, stop, commit, changed, *used = known[: len(message)]
+        self._check_flags(changed)
         self._forget_unused(used)
         values: dict[str, list[float]] = {name: [] for name in self._parameters}
         for (name, _), value in zip(owners, known[len(message) :], strict=True):
@@ -252,8 +336,3 @@ def _gradient(loss: torch.Tensor, share: float, scale: torch.Tensor | None) -> t
 def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Return numbers as a tensor, which nobody may change: most steps need the same as the one before."""
     return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def _trained_weights(modules: list[nn.Module]) -> list[nn.Parameter]:
-    trained = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-    return list(dict.fromkeys(trained))

@@ -12,9 +12,10 @@ from pipeline.entry import leave
 from pipeline.experiment.definitions import ModuleDefinition
 from pipeline.experiment.settings import TrainingSettings
 from pipeline.experiment.sharding import mesh_of, shard_module
-from pipeline.experiment.shards import load_module, load_optimizer
+from pipeline.experiment.shards import targets_beside, targets_in
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.shard_writing import save_shards
+from pipeline.runtime.sharded_files import load_shards
 
 
 def trunk() -> nn.Module:
@@ -29,8 +30,8 @@ def reshard(data: Path, target: Path, processes: Processes) -> None:
     if mesh is not None:
         shard_module(ModuleDefinition(module), mesh)
     optimizer = AdamW([{"name": "trunk", "params": module.parameters()}])
-    load_module(module, data / "module_ckps/last/trunk")
-    load_optimizer(optimizer, data / "optim_ckps/trunk")
+    module.load_state_dict(load_shards(data / "module_ckps/last/trunk", targets_in(module)))
+    optimizer.load_state_dict(load_shards(data / "optim_ckps/trunk", targets_beside(optimizer)))
     states = {"module_ckps/last/trunk": module.state_dict(), "optim_ckps/trunk": optimizer.state_dict()}
     save_shards({target / path: state for path, state in states.items()}, processes)
 

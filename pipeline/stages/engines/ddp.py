@@ -12,6 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.gradient_flags import Flags
 from pipeline.runtime.processes import Processes
 from pipeline.stages.gradients import Compute, GradientEngine, Roots
 from pipeline.stages.sums import PlainSums
@@ -82,17 +83,28 @@ class DdpEngine(GradientEngine):
 
     def __init__(self, experiment: Experiment, processes: Processes) -> None:
         super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
-        self.loss_scale = processes.world_size
+        self.loss_scale = self.message_scale = processes.world_size
         self._ddp: DistributedDataParallel | None = None
         self._sums_under_way: list[Callable[[], object]] = []
-        if processes.world_size > 1:
-            self.begin_step(0)
-            self._module = StepModule(self._weights, self._message(self._are_used()))
-            self._ddp = DistributedDataParallel(self._module, gradient_as_bucket_view=True)
-            if processes.device.type == "cpu":
-                self._ddp.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
-            self._rehearse(self._ddp)
-            self._all_touched = touching_first(self._weights)
+
+    def _set_up(self, flags: Flags) -> None:
+        super()._set_up(flags)
+        if self._processes.world_size == 1:
+            return
+        if self._ddp is not None:
+            self._ddp._remove_autograd_hooks()
+        # DDP takes only what requires a gradient at this moment.
+        now = self._flags.now()
+        self._flags.set(flags)
+        self.begin_step(0)
+        self._module = StepModule(self._weights, self._message(self._are_used()))
+        # Ranks have compared their weights; there is nothing to broadcast.
+        self._ddp = DistributedDataParallel(self._module, gradient_as_bucket_view=True, init_sync=False)
+        if self._processes.device.type == "cpu":
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
+        self._rehearse(self._ddp)
+        self._all_touched = [touching_first(self._weights)] if self._weights else []
+        self._flags.set(now)
 
     def _rehearse(self, ddp: DistributedDataParallel) -> None:
         """Let every parameter become ready once, from last to first, with no gradient at all."""
@@ -114,7 +126,8 @@ class DdpEngine(GradientEngine):
             super()._backward(compute, is_last=is_last)
             return
         roots, gradients = self._ddp(lambda: self._roots(compute()))
-        torch.autograd.backward([*roots, self._all_touched], [*gradients, self._one])
+        if roots or self._all_touched:
+            torch.autograd.backward([*roots, *self._all_touched], [*gradients, *[self._one] * len(self._all_touched)])
         # Which weights were used is known now, and DDP waits for nothing but the message.
         torch.autograd.backward([self._module.signals], [self._message(self._are_used())])
 

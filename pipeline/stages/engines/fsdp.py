@@ -33,6 +33,9 @@ class FsdpEngine(GradientEngine):
             unit.reshard()
         return self._message([])
 
+    def _reduce_unfrozen(self, message: torch.Tensor) -> None:
+        """torch reduces whatever requires a gradient when a batch runs; ranks compare their flags with the norms."""
+
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, gradient.to_local()) for name, gradient in super()._gradients()]  # type: ignore[attr-defined]
 

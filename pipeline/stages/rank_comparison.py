@@ -1,0 +1,144 @@
+"""Ranks compare themselves: at the start, after a restore and before every commit."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.gradient_flags import GradientFlags
+from pipeline.experiment.persisted import PersistedParts
+from pipeline.runtime.agreement import find_differences
+from pipeline.runtime.fingerprint import fingerprint
+from pipeline.runtime.logs import LOGGER
+from pipeline.runtime.processes import Processes
+from pipeline.stages.gradients import GradientEngine
+from pipeline.stages.rank_differences import (
+    extra_state_values,
+    flag_values,
+    module_tensors,
+    optimizer_state,
+    refuse_differences,
+    tensor_values,
+)
+
+BROADCAST = "broadcast"
+Decisions = Mapping[str, bool]
+
+
+class RankComparison:
+    """Compares what must be equal: tensors by checksums from the device, everything else by its value.
+
+    A difference ends the run, or with ``on_rank_difference: "broadcast"`` is replaced by what rank zero has. One
+    process has nothing to compare.
+    """
+
+    def __init__(
+        self, experiment: Experiment, processes: Processes, engine: GradientEngine, parts: PersistedParts
+    ) -> None:
+        self._experiment, self._processes, self._engine, self._parts = experiment, processes, engine, parts
+        self._repairs = experiment.settings.training.on_rank_difference == BROADCAST
+
+    def compare(self, when: str, *, saves: bool = False) -> None:
+        """Compare the state of all ranks; with ``saves``, also the files that components would write into a commit."""
+        if self._processes.world_size == 1:
+            return
+        values = self._values(saves=saves)
+        if not self._repairs:
+            refuse_differences(self._processes, values, when)
+            return
+        differences = find_differences(self._processes, values)
+        for difference in differences:
+            LOGGER.warning("Ranks are not equal %s: %s. All continue with what rank 0 has.", when, difference)
+        if differences:
+            self._take_over_from_rank_zero({difference.name for difference in differences})
+            refuse_differences(self._processes, self._values(saves=saves), f"{when}, after rank 0 was copied")
+
+    def agree(self, decisions: Decisions, when: str) -> Decisions:
+        """Return what components have decided, which must be the same on every rank, or else what rank zero decided."""
+        if self._repairs:
+            for difference in find_differences(self._processes, decisions):
+                LOGGER.warning("Ranks are not equal %s: %s. All do what rank 0 does.", when, difference)
+            return self._processes.broadcast(decisions)
+        refuse_differences(self._processes, decisions, when)
+        return decisions
+
+    def _values(self, *, saves: bool) -> dict[str, Any]:
+        states, others = optimizer_state(self._experiment)
+        # All tensors in one call, so that the host waits for the device once.
+        tensors = tensor_values({**module_tensors(self._experiment), **states})
+        weighter = self._experiment.components.loss_weighter
+        weights = {
+            f"loss weight of register {name!r} (loss_weighter.py)": repr(float(weighter.get_loss_weight(name)))
+            for name in self._experiment.settings.register_names
+        }
+        values = {
+            **tensors,
+            **extra_state_values(self._experiment),
+            **flag_values(self._experiment),
+            **others,
+            "state of the gradient scaler": fingerprint(self._engine.scaler.state_dict()),
+            **weights,
+        }
+        return {**values, **self._saved_values()} if saves else values
+
+    def _saved_values(self) -> dict[str, str]:
+        """Return a digest of every file that components save; nothing where one of the ranks has no room for them."""
+        values: dict[str, str] = {}
+        problem = None
+        try:
+            with _scratch_folder() as folder:
+                for name, component in self._parts.components().items():
+                    for file, content in _saved_files(component, folder / name).items():
+                        values[f"{name}/{file}, which save() writes,"] = hashlib.sha256(content).hexdigest()
+        except OSError as error:
+            problem = str(error)
+        problems = [other for other in self._processes.gather(problem) if other]
+        if problems:
+            LOGGER.warning("What components save is not compared over ranks: %s.", problems[0])
+        return {} if problems else values
+
+    def _take_over_from_rank_zero(self, names: set[str]) -> None:
+        """Copy rank zero's state to all ranks; of tensors only those that differ."""
+        states, _ = optimizer_state(self._experiment)
+        tensors = {**module_tensors(self._experiment), **states}
+        shapes = {name: (str(one.dtype), tuple(one.shape)) for name, one in tensors.items() if name in names}
+        refuse_differences(self._processes, shapes, "while rank 0 was copied")
+        for name in shapes:
+            self._processes.broadcast_tensor(tensors[name])
+        flags = GradientFlags(self._experiment.components.all_modules)
+        flags.set(self._processes.broadcast(flags.now()))
+        for optimizer in self._experiment.optimizers.values():
+            groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
+            for group, values in zip(optimizer.param_groups, self._processes.broadcast(groups), strict=True):
+                group.update(values)
+        self._engine.scaler.load_state_dict(self._processes.broadcast(self._engine.scaler.state_dict()))
+        for name, component in self._parts.components().items():
+            with _scratch_folder() as folder:
+                files = _saved_files(component, folder / name) if self._processes.is_rank_zero else {}
+                _load_files(component, self._processes.broadcast(files), folder / "loaded")
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="compared_") as name:
+        yield Path(name)
+
+
+def _saved_files(component: Any, folder: Path) -> dict[str, bytes]:
+    folder.mkdir(parents=True)
+    component.save(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _load_files(component: Any, files: dict[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    folder.mkdir(parents=True, exist_ok=True)
+    component.load(folder)

@@ -1,0 +1,127 @@
+"""What must be the same on every rank, by name, and how a difference is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.errors import RanksDiffer
+from pipeline.experiment.assembly import Experiment
+from pipeline.runtime.agreement import Values, find_differences
+from pipeline.runtime.checksums import checksums
+from pipeline.runtime.fingerprint import fingerprint
+from pipeline.runtime.processes import Processes
+from pipeline.runtime.shard_index import is_sharded
+
+_REASONS = (
+    "a value drawn at import from a generator of its own, such as np.random.default_rng(), whose seed differs per rank",
+    "a file that is not the same on every machine, or an old version of it in the cache of a network file system",
+    "code that depends on the rank, on a batch or on the time: in a scheduler, a policy, an optimizer or a module",
+    "unequal or faulty hardware",
+)
+_FIX = (
+    "draw from the generators of python, numpy and torch, which are seeded alike on every rank, and decide nothing by "
+    "rank or batch; then run again. If one machine is always the one that differs, test its memory and devices."
+)
+Tensors = dict[str, torch.Tensor]
+
+
+def refuse_differences(processes: Processes, values: Values, when: str) -> None:
+    """End the run on all ranks, naming the first value that is not the same on all of them."""
+    differences = find_differences(processes, values)
+    if differences:
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        reasons = "".join(f"\n    - {reason}" for reason in _REASONS)
+        raise RanksDiffer(
+            f"Ranks must be equal, but {differences[0]}{more}, found {when}. Nothing of this was committed.\n"
+            f"  likely reasons:{reasons}\n  fix: {_FIX}"
+        ).shared()
+
+
+def flag_values(experiment: Experiment) -> dict[str, bool]:
+    """Return the requires_grad flag of every parameter."""
+    return {
+        f"requires_grad of {name!r} in module {module!r}": parameter.requires_grad
+        for module, one in experiment.components.all_modules.items()
+        for name, parameter in one.named_parameters()
+    }
+
+
+def module_tensors(experiment: Experiment) -> Tensors:
+    """Return the weights and saved buffers that every rank has whole."""
+    found: Tensors = {}
+    for module_name, module in experiment.components.all_modules.items():
+        weights = dict(module.named_parameters())
+        found |= {f"weight {name!r} of module {module_name!r}": one for name, one in weights.items()}
+        found |= {f"buffer {name!r} of module {module_name!r}": one for name, one in _saved_buffers(module)}
+    return {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, layer in module.named_modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and name not in layer._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def extra_state_values(experiment: Experiment) -> dict[str, str]:
+    """Return what layers save beside tensors."""
+    return {
+        f"extra state of {path or 'the whole'!r} in module {module_name!r}": fingerprint(layer.get_extra_state())
+        for module_name, module in experiment.components.all_modules.items()
+        for path, layer in module.named_modules()
+        if type(layer).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def optimizer_state(experiment: Experiment) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors of all optimizers that every rank has whole, and their other values."""
+    names = {
+        id(parameter): f"{module}.{name}"
+        for module, one in experiment.components.all_modules.items()
+        for name, parameter in one.named_parameters()
+    }
+    tensors: Tensors = {}
+    others: dict[str, str] = {}
+    for optimizer_name, optimizer in experiment.optimizers.items():
+        parameters = [names[id(one)] for group in optimizer.param_groups for one in group["params"]]
+        for path, value in _leaves(optimizer.state_dict(), ()):
+            label = f"{_place(path, parameters, optimizer.param_groups)} of optimizer {optimizer_name!r}"
+            if not isinstance(value, torch.Tensor):
+                others[label] = fingerprint(value)
+            elif not is_sharded(value):
+                tensors[label] = value
+    return tensors, others
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _leaves(child, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield from _leaves(child, (*path, index))
+    else:
+        yield path, value
+
+
+def _place(path: tuple[Any, ...], parameters: list[str], groups: list[dict[str, Any]]) -> str:
+    """Return where a value of an optimizer's state dict belongs, in words."""
+    match path:
+        case ("state", int(index), *keys) if index < len(parameters):
+            return f"state {'.'.join(map(str, keys))!r} of weight {parameters[index]!r}"
+        case ("param_groups", int(index), *keys) if index < len(groups):
+            return f"{'.'.join(map(str, keys))!r} of group {groups[index].get('name', index)!r}"
+    return f"value {'.'.join(map(str, path))!r}"
+
+
+def tensor_values(tensors: Tensors) -> dict[str, tuple[int, str, tuple[int, ...]]]:
+    """Return what is compared of tensors: a checksum of their bits, their type and their shape."""
+    found = checksums(list(tensors.values()))
+    return {
+        name: (checksum, str(tensor.dtype), tuple(tensor.shape))
+        for (name, tensor), checksum in zip(tensors.items(), found, strict=True)
+    }
