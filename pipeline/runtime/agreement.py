@@ -22,9 +22,9 @@ class Difference:
         most, *others = sorted(self.groups, key=len, reverse=True)
         deviating = sorted(rank for group in others for rank in group)
         if len(most) == 1:
-            return f"{self.name} is different on {_shown_ranks(sorted([*most, *deviating]))}"
+            return f"{_shown_ranks(sorted([*most, *deviating]))} differ in {self.name}"
         verb = "differs" if len(deviating) == 1 else "differ"
-        return f"{self.name}: {_shown_ranks(deviating)} {verb} from {_shown_ranks(list(most))}"
+        return f"{_shown_ranks(deviating)} {verb} from {_shown_ranks(list(most))} in {self.name}"
 
 
 def find_differences(processes: Processes, values: Values) -> list[Difference]:

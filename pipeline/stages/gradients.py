@@ -112,6 +112,9 @@ class GradientEngine(ABC):
         self._reduced = flags
         self._weights = self._flags.trained(flags)
 
+    def reshard(self) -> None:  # noqa: B027
+        """Let every rank have its shards only; modules that are not sharded stay as they are."""
+
     @contextmanager
     def using_waits_for(self, action: Callable[[], None]) -> Iterator[None]:
         """Act in every step while there is nothing to do but to wait: for other ranks, or for a device."""

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.experiment.persisted import PersistedParts
-from pipeline.runtime.agreement import find_differences
+from pipeline.runtime.agreement import Difference, find_differences
 from pipeline.runtime.fingerprint import fingerprint
 from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
@@ -52,8 +52,7 @@ class RankComparison:
             refuse_differences(self._processes, values, when)
             return
         differences = find_differences(self._processes, values)
-        for difference in differences:
-            LOGGER.warning("Ranks are not equal %s: %s. All continue with what rank 0 has.", when, difference)
+        self._log(differences, when)
         if differences:
             self._take_over_from_rank_zero({difference.name for difference in differences})
             refuse_differences(self._processes, self._values(saves=saves), f"{when}, after rank 0 was copied")
@@ -61,13 +60,18 @@ class RankComparison:
     def agree(self, decisions: Decisions, when: str) -> Decisions:
         """Return what components have decided, which must be the same on every rank, or else what rank zero decided."""
         if self._repairs:
-            for difference in find_differences(self._processes, decisions):
-                LOGGER.warning("Ranks are not equal %s: %s. All do what rank 0 does.", when, difference)
+            self._log(find_differences(self._processes, decisions), when)
             return self._processes.broadcast(decisions)
         refuse_differences(self._processes, decisions, when)
         return decisions
 
+    def _log(self, differences: list[Difference], when: str) -> None:
+        for difference in differences if self._processes.is_rank_zero else ():
+            LOGGER.warning("Ranks are not equal %s: %s. All continue with what rank 0 has.", when, difference)
+
     def _values(self, *, saves: bool) -> dict[str, Any]:
+        # A sharded module that was gathered for an evaluation still shows whole weights.
+        self._engine.reshard()
         states, others = optimizer_state(self._experiment)
         # All tensors in one call, so that the host waits for the device once.
         tensors = tensor_values({**module_tensors(self._experiment), **states})
@@ -81,7 +85,7 @@ class RankComparison:
             **extra_state_values(self._experiment),
             **flag_values(self._experiment),
             **others,
-            "state of the gradient scaler": fingerprint(self._engine.scaler.state_dict()),
+            "the state of the gradient scaler": fingerprint(self._engine.scaler.state_dict()),
             **weights,
         }
         return {**values, **self._saved_values()} if saves else values
@@ -94,11 +98,11 @@ class RankComparison:
             with _scratch_folder() as folder:
                 for name, component in self._parts.components().items():
                     for file, content in _saved_files(component, folder / name).items():
-                        values[f"{name}/{file}, which save() writes,"] = hashlib.sha256(content).hexdigest()
+                        values[f"the file {name}/{file} that save() writes"] = hashlib.sha256(content).hexdigest()
         except OSError as error:
             problem = str(error)
         problems = [other for other in self._processes.gather(problem) if other]
-        if problems:
+        if problems and self._processes.is_rank_zero:
             LOGGER.warning("What components save is not compared over ranks: %s.", problems[0])
         return {} if problems else values
 

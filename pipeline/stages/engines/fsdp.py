@@ -28,10 +28,13 @@ class FsdpEngine(GradientEngine):
 
     def _reduce(self) -> torch.Tensor:
         """Return this rank's message; it is added over the ranks together with the norms."""
-        for unit in self._units:
-            # What was run without a backward pass is still whole, and would not see the update.
-            unit.reshard()
+        # What was run without a backward pass is still whole, and would not see the update.
+        self.reshard()
         return self._message([])
+
+    def reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
 
     def _reduce_unfrozen(self, message: torch.Tensor) -> None:
         """torch reduces whatever requires a gradient when a batch runs; ranks compare their flags with the norms."""
