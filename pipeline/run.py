@@ -217,7 +217,7 @@ class _Run:
 
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
-        if settings.training.deterministic:
+        if settings.training.uses_deterministic_kernels(self._processes.device.type):
             set_deterministic()
         if settings.training.threads:
             torch.set_num_threads(settings.training.threads)
