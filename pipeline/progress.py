@@ -9,7 +9,8 @@ PREPARE = "prepare"
 EVALUATION = "evaluation"
 TRAINING = "training"
 FINISHED = "finished"
-_STAGES = (PREPARE, EVALUATION, TRAINING, FINISHED)
+# As they follow one another within an epoch.
+_STAGES = (PREPARE, TRAINING, EVALUATION, FINISHED)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Progress:
     def is_finished(self) -> bool:
         return self.stage == FINISHED
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Return what places can be sorted by."""
+        return (self.epoch, _STAGES.index(self.stage), self.step)
+
     def next(self, *, evaluate: bool = True, stop: bool = False) -> Progress:
         """Return what follows once this stage is complete.
 
@@ -37,6 +43,12 @@ class Progress:
 
     def at_step(self, step: int) -> Progress:
         return Progress(self.stage, self.epoch, step)
+
+    def describe_next(self) -> str:
+        """Return in words what is computed first from here on."""
+        if self.stage == TRAINING:
+            return f"epoch {self.epoch}, step {self.step + 1}"
+        return "the first step" if self.stage == PREPARE else str(self)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -37,13 +37,14 @@ from pipeline.results.restarts import was_started_before
 from pipeline.results.restoring import CommittedFiles, CommitToRead, committed_files
 from pipeline.results.settling import finished_lines, settle
 from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.starts import differences, read_starts, record_start, run_id
+from pipeline.results.starts import compare_starts, read_starts, record_start, run_id
 from pipeline.results.store import ResultsStore, peek
 from pipeline.runtime.durable import Disk
+from pipeline.runtime.hardware import compare_hardware
 from pipeline.runtime.logs import LOGGER, start_console, start_file
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import set_deterministic
-from pipeline.tracking.blocks import WARNING_MARK, difference_lines, first_block, last_block, next_line, step_lines
+from pipeline.tracking.blocks import WARNING_MARK, change_lines, first_block, last_block, next_line, step_lines
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
 
@@ -87,6 +88,8 @@ class _Run:
         self._lock = RunLock(paths, disk)
         self._store = ResultsStore(paths, disk, self._lock.claim)
         self._started = time.monotonic()
+        # Known before there is a log file to write it to.
+        self._hardware_warning = ""
 
     def execute(self, action: str) -> Progress:
         try:
@@ -167,8 +170,9 @@ class _Run:
     def _keep_threads(self, contents: Contents) -> None:
         """Let a run that is to be exact on any machine go on with the threads it had, because bits depend on them."""
         starts = self._processes.on_rank_zero(lambda: read_starts(self._paths))
-        if starts and parse_settings(contents).training.gradient_reduction == "exact":
-            torch.set_num_threads(int(starts[-1].get("threads", torch.get_num_threads())))
+        known = [start["threads"] for start in starts if type(start.get("threads")) is int]
+        if known and parse_settings(contents).training.is_exact:
+            torch.set_num_threads(known[-1])
 
     def _check_copy(self) -> None:
         manifest = peek(self._paths)
@@ -236,10 +240,11 @@ class _Run:
 
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
-        if settings.training.deterministic:
+        if settings.training.uses_deterministic_kernels(self._processes.device.type):
             set_deterministic()
         if settings.training.threads:
             torch.set_num_threads(settings.training.threads)
+        self._hardware_warning = compare_hardware(self._processes, is_exact=settings.training.is_exact)
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         mesh = mesh_of(self._processes, settings.training)
@@ -259,11 +264,15 @@ class _Run:
         machinery.journal.note(START, at=progress.as_json())
         found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "starts"
         plan = machinery.training.plan
+        is_exact = machinery.experiment.settings.training.is_exact
+        conditions = compare_starts([*earlier, start], is_exact=is_exact)
         lines = [
-            *first_block(self._paths, self._processes, machinery.experiment, found),
+            *first_block(self._paths, self._processes, machinery.experiment, found, conditions.doubt),
             *step_lines(len(plan), plan.most_batches, machinery.experiment, self._processes),
-            *difference_lines(differences(earlier[-1], start) if earlier else {}, machinery.experiment, progress),
+            *change_lines(conditions.changed, conditions.harmless, conditions.doubt, progress),
         ]
+        if self._hardware_warning:
+            lines.append(WARNING_MARK + self._hardware_warning)
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
 

@@ -115,7 +115,7 @@ def _check_copy(paths: ExperimentPaths, manifest: Manifest, request: Request) ->
 
 def _assemble(paths: ExperimentPaths, processes: Processes, request: Request) -> Experiment:
     settings = processes.together(lambda: parse_settings(read_contents(paths.results / "settings")))
-    if settings.training.deterministic:
+    if settings.training.uses_deterministic_kernels(processes.device.type):
         set_deterministic()
     mesh, folder, device = mesh_of(processes, settings.training), paths.results / "pymodules", processes.device
     return processes.together(lambda: assemble_for_evaluation(folder, settings, device, request.split, mesh))

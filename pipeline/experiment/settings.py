@@ -70,6 +70,14 @@ class TrainingSettings:
     max_consecutive_nan_steps: int = 10
     lr_scaling: LrScaling | None = None
 
+    @property
+    def is_exact(self) -> bool:
+        return self.gradient_reduction == "exact"
+
+    def uses_deterministic_kernels(self, device_type: str) -> bool:
+        """Tell whether torch must choose deterministic kernels: on a GPU, exact sums are of no use without them."""
+        return self.deterministic or (self.is_exact and device_type == "cuda")
+
 
 @dataclass(frozen=True)
 class WandbSettings:

@@ -34,7 +34,7 @@ def _told(start: Event, before: Event) -> dict[str, Any]:
     return {
         "from": place(said.get("from")),
         "said": said,
-        "changed": list(differences(before, said).values()) if {*before} <= {*said} else [],
+        "changed": list(differences(before, said).values()),
     }
 
 

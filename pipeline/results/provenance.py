@@ -9,20 +9,22 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import asdict
 from typing import Any
 
-import numpy
 import torch
 
 import pipeline
 from pipeline.progress import Progress
-from pipeline.runtime.accelerators import device_name
+from pipeline.runtime.hardware import describe_hardware
 from pipeline.runtime.process_marks import launcher_mark
 from pipeline.runtime.processes import Processes
 
 
 def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
     """Return everything worth knowing of this start; the same call on every rank."""
+    ranks = [asdict(hardware) for hardware in processes.gather(describe_hardware(processes.device))]
+    by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return {
         "id": uuid.uuid4().hex,
         "command": sys.argv,
@@ -32,12 +34,14 @@ def describe_start(processes: Processes, progress: Progress) -> dict[str, Any]:
         "from": progress.as_json(),
         "world_size": processes.world_size,
         "backend": processes.backend,
-        "devices": processes.gather(device_name(processes.device)),
+        "devices": by_rank.pop("device"),
+        "cpus": by_rank.pop("cpu"),
+        "cpu_capabilities": by_rank.pop("cpu_capability"),
+        # Nearly always the same on every rank, and then written once.
+        **{name: values if len(set(values)) > 1 else values[0] for name, values in by_rank.items()},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "launchers": processes.gather(launcher_mark()),
-        "threads": torch.get_num_threads(),
         "pipeline": pipeline.__version__,
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
         "python": platform.python_version(),
         **_git(),
     }

@@ -1,16 +1,18 @@
-"""Everything the pipeline asks of a GPU, in one place: which one, how processes talk through it, its memory."""
+"""The device of a process: which one, its name, how processes talk through it, its memory."""
 
 from __future__ import annotations
 
 import os
 import platform
 import resource
+from pathlib import Path
 
 import torch
 
 from pipeline.errors import UsageError
 
 CPU = torch.device("cpu")
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def choose_device() -> torch.device:
@@ -53,7 +55,25 @@ def wait_for_copies(buffers: list[torch.Tensor]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def cpu_model() -> str:
+    """Return the model of this machine's CPU; where only the architecture is known, that."""
+    fields: dict[str, str] = {}
+    try:
+        for line in _CPU_INFO.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    except OSError:
+        # Only Linux has the file; there, platform.processor() is empty.
+        return platform.processor() or platform.machine()
+    # Virtual machines shorten the name, such as to "AMD EPYC"; ARM has no name. The numbers tell generations apart.
+    numbers = [
+        f"{name} {fields[name]}" for name in ("cpu family", "model", "CPU implementer", "CPU part") if name in fields
+    ]
+    name = fields.get("model name", "") or platform.machine()
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def memory_in_mb(device: torch.device) -> int:

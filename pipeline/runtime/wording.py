@@ -17,6 +17,27 @@ def shown_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def shown_number(count: int, singular: str, plural: str) -> str:
+    return f"{count} {singular if count == 1 else plural}"
+
+
+def shown_by_rank(values: Sequence[object]) -> str:
+    """Return the value that all ranks have, or each value with its ranks."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(shown_fact(value), []).append(str(rank))
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    return " and ".join(
+        f"{value} on {'rank' if len(listed) == 1 else 'ranks'} {', '.join(listed)}" for value, listed in ranks.items()
+    )
+
+
+def shown_fact(value: object) -> str:
+    """Return a fact about a machine; what is empty or missing is none."""
+    return str(value).lower() if isinstance(value, bool) else "none" if value in (None, "") else str(value)
+
+
 def shown_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,16 @@ import pipeline
 from pipeline.arguments import command_line, verb_line
 from pipeline.components import Losses
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.settings import TrainingSettings
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.runtime.durable import Disk
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.shard_index import is_sharded
-from pipeline.runtime.wording import shown_bytes, shown_duration, shown_values
+from pipeline.runtime.wording import shown_bytes, shown_duration, shown_number, shown_values
 
 # Lines that begin with it are meant as warnings.
 WARNING_MARK = "WARNING: "
-# Has no influence on the bits of a run whose gradients are added exactly.
-_GROUP = ("world_size", "backend")
 # Where a tracker has left something below the logs, and how it is looked at.
 _CURVES = {
     "tensorboard": "tensorboard --logdir {}/tensorboard",
@@ -34,8 +33,10 @@ _CURVES = {
 }
 
 
-def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experiment, found: str) -> Iterator[str]:
-    """Yield what a person wants to know before a run begins."""
+def first_block(
+    paths: ExperimentPaths, processes: Processes, experiment: Experiment, found: str, doubt: str = ""
+) -> Iterator[str]:
+    """Yield what a person wants to know before a run begins; ``doubt`` is why it cannot be bit-exact, if it cannot."""
     yield f"training pipeline {pipeline.__version__}: {' '.join(sys.argv)}"
     threads = torch.get_num_threads()
     yield (
@@ -46,16 +47,23 @@ def first_block(paths: ExperimentPaths, processes: Processes, experiment: Experi
     yield f"state: {found}"
     yield from _part_lines(experiment)
     yield from _disk_lines(paths, experiment)
-    yield _resume_line(experiment, processes, threads)
+    training = experiment.settings.training
+    if training.uses_deterministic_kernels(processes.device.type) and not training.deterministic:
+        yield "deterministic kernels: on, implied by gradient_reduction: exact on a GPU"
+    yield f"resume: {_state_claim(training, processes, threads, doubt)}"
 
 
-def _resume_line(experiment: Experiment, processes: Processes, threads: int) -> str:
-    if experiment.settings.training.gradient_reduction == "exact":
-        return f"resume: exact to the bit with any number of processes, each of {threads} threads"
-    return (
-        f"resume: exact to the bit with {processes.world_size} processes of {threads} threads; equal up to rounding "
-        "with other numbers"
-    )
+def _state_claim(training: TrainingSettings, processes: Processes, threads: int, doubt: str) -> str:
+    """Return how a resumed run compares with an uninterrupted one; only what was checked is claimed."""
+    if processes.device.type == "cuda" and not training.uses_deterministic_kernels("cuda"):
+        return "equal up to rounding; set deterministic: true for bit-exact resumes on a GPU"
+    if doubt:
+        return doubt
+    each = shown_number(threads, "thread", "threads")
+    if training.is_exact:
+        return f"bit-exact with any number of processes × {each}"
+    group = shown_number(processes.world_size, "process", "processes")
+    return f"bit-exact with {group} × {each}; otherwise equal up to rounding"
 
 
 def _part_lines(experiment: Experiment) -> Iterator[str]:
@@ -113,21 +121,23 @@ def _lonely_points(experiment: Experiment) -> Iterator[str]:
                 yield f"{WARNING_MARK}the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
 
 
-def difference_lines(changed: dict[str, str], experiment: Experiment, progress: Progress) -> Iterator[str]:
-    """Yield what is otherwise than at the last start, and whether that matters to the bits."""
-    is_exact = experiment.settings.training.gradient_reduction == "exact"
-    harmless = [what for name, what in changed.items() if is_exact and name in _GROUP]
-    telling = [what for what in changed.values() if what not in harmless]
+def change_lines(changed: Sequence[str], harmless: Sequence[str], doubt: str, progress: Progress) -> Iterator[str]:
+    """Yield what changed since the last start, and whether bits depend on it."""
     if harmless:
         yield (
-            f"Otherwise than at the last start: {', '.join(harmless)}. The results will be the same to the bit, "
-            "because gradient_reduction is exact."
+            f"Changed since the last start: {', '.join(harmless)}. This does not change any bits, because "
+            "gradient_reduction is exact."
         )
-    if telling:
+    if changed and doubt:
         yield (
-            f"{WARNING_MARK}Otherwise than at the last start: {', '.join(telling)}. Training goes on; from "
-            f"{progress.at_step(progress.step + 1)} on, bits may differ from those of an uninterrupted run, by "
-            "rounding."
+            f"{WARNING_MARK}Changed since the last start: {', '.join(changed)}. Training continues; from "
+            f"{progress.describe_next()} on, bits may differ from those of an uninterrupted run, by rounding."
+        )
+    elif changed:
+        # Such as a start with other threads that was killed before it could commit anything.
+        yield (
+            f"Changed since the last start: {', '.join(changed)}. No bits depend on it, because no work of the last "
+            "start is left."
         )
 
 

@@ -134,8 +134,8 @@ def test_log_says_that_bits_stay_the_same(tmp_path: Path) -> None:
     run_at(tmp_path, None, "--stop-after-epoch", "1")
     done = run_process(tmp_path, "--resume", nproc=2, env={"OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
-    assert "world_size 1 → 2, backend none → gloo. The results will be the same to the bit" in done.stdout
-    assert "resume: exact to the bit with any number of processes, each of 1 threads" in done.stdout
+    assert "world_size 1 → 2, backend none → gloo. This does not change any bits" in done.stdout
+    assert "resume: bit-exact with any number of processes × 1 thread" in done.stdout
     assert "bits may differ" not in done.stdout
 
 

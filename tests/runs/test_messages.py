@@ -174,9 +174,9 @@ def test_other_surroundings_are_told_once_and_do_not_stop_a_resume(home: Path) -
     done = run_process(home, "--resume", nproc=2)
     assert done.returncode == 0
     assert done.stdout.count("the frozen copy goes on: settings/training.json. To use the changes") == 1
-    changes = f"at the last start: world_size 1 → 2, backend none → gloo, torch 1.0 → {torch.__version__}"
+    changes = f"Changed since the last start: world_size 1 → 2, backend none → gloo, torch 1.0 → {torch.__version__}"
     assert done.stdout.count(changes) == 1
-    assert "bits may differ from those of an uninterrupted run, by rounding" in done.stdout
+    assert "from epoch 2, step 1 on, bits may differ from those of an uninterrupted run, by rounding" in done.stdout
     again = run_process(home, "--resume", nproc=2)
     assert again.returncode == 0
     assert again.stdout.count("finished on") == again.stdout.count("Best: epoch") == 1

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.errors import InvalidExperiment, PipelineError, UsageError
 from pipeline.results.comparison import first_difference
@@ -17,6 +18,9 @@ from tests.support.running import command, environment, run_inside, run_process
 
 RESULTS = Path("experiment_results/tiny")
 WHOLE = Path("experiment_results/whole")
+WITH_VECTOR_UNITS = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has one kind of kernels only on this CPU"
+)
 
 
 @pytest.fixture
@@ -142,12 +146,67 @@ def test_number_of_threads_is_recorded_and_a_change_is_told(begun: Path) -> None
     assert starts[1]["threads"] == 2
 
 
+@WITH_VECTOR_UNITS
+def test_other_vector_units_void_the_claim_for_good(begun: Path) -> None:
+    """Each resume with other vector units warns with both values and the first step; "bit-exact" never comes back."""
+    first, other = torch.backends.cpu.get_cpu_capability(), {"ATEN_CPU_CAPABILITY": "default"}
+    limited = run_process(begun, "--resume", "--stop-after-epoch", "2", env=other)
+    assert limited.stdout.count("Changed since the last start") == 1
+    change = f"cpu_capabilities {first} → DEFAULT"
+    warning = f"WARNING - Changed since the last start: {change}. Training continues; from epoch 2, step 1 on, bits may"
+    assert warning in limited.stdout
+    doubt = f"resume: not bit-exact: {change} (first start → %s); bits may differ from epoch 2, step 1 on"
+    assert doubt % "now" in limited.stdout
+    back = run_process(begun, "--resume")
+    assert back.returncode == 0
+    assert f"Changed since the last start: cpu_capabilities DEFAULT → {first}." in back.stdout
+    assert doubt % "start 2" in back.stdout
+    assert "resume: bit-exact" not in limited.stdout + back.stdout
+    assert first_difference(begun / RESULTS / "data", begun / WHOLE / "data") is not None
+
+
+def test_same_surroundings_keep_the_claim(begun: Path) -> None:
+    """The control of the test above: nothing changed, nothing is warned of, and the bits are the same."""
+    done = run_process(begun, "--resume")
+    assert "resume: bit-exact with 1 process × 1 thread; otherwise equal up to rounding" in done.stdout
+    assert "Changed since the last start" not in done.stdout
+    check_same(begun)
+
+
+# Read by each process when it starts, before torch: the second of two has other vector units than the first.
+_UNEQUAL_RANKS = """
+import os
+
+if os.environ.get("RANK") == "1":
+    os.environ["ATEN_CPU_CAPABILITY"] = "default"
+"""
+
+
+@WITH_VECTOR_UNITS
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_unequal_ranks_are_refused_or_warned_of(home: Path, tmp_path: Path, reduction: str) -> None:
+    """With exact nothing is written; with fast the run continues and claims nothing."""
+    write_experiment(home, training={"gradient_reduction": reduction})
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/sitecustomize.py").write_text(_UNEQUAL_RANKS)
+    before = tree(home)
+    done = run_process(home, "--stop-after-epoch", "0", nproc=2, env={"PYTHONPATH": str(tmp_path / "path")})
+    values = f"{torch.backends.cpu.get_cpu_capability()} on rank 0 and DEFAULT on rank 1"
+    if reduction == "exact":
+        assert done.stderr.count(f"exact needs the same cpu_capability on every rank, but it is {values}") == 1
+        assert tree(home) == before
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(f"WARNING - Ranks are unequal: cpu_capability is {values}.") == 1
+        assert f"resume: not bit-exact: cpu_capabilities {values} (now)" in done.stdout
+
+
 def test_provenance_of_each_start_is_kept(begun: Path) -> None:
     """Each start adds a line with command, time, host, world size, versions and git state."""
     run_inside(begun, "--resume")
     starts = [json.loads(line) for line in (begun / RESULTS / "starts.jsonl").read_text().splitlines()]
     assert len(starts) == 2
-    names = "command time host world_size backend devices torch numpy python git_commit git_dirty"
+    names = "command time host world_size backend devices cpus cpu_capabilities torch numpy python git_commit git_dirty"
     assert set(names.split()) <= set(starts[0])
 
 

@@ -206,8 +206,8 @@ def test_change_of_processes_is_told_with_its_first_step_and_recorded(moved: tup
     assert [place.epoch for place in places[1:]] == [1, 2]
     for change, place, text in zip(("4 → 2", "2 → 3"), places[1:], said[1:], strict=True):
         assert 0 < place.step < 5
-        step = f"epoch {place.epoch}, training, step {place.step + 1}"
-        assert f"world_size {change}. Training goes on; from {step} on, bits may differ" in text
+        step = f"epoch {place.epoch}, step {place.step + 1}"
+        assert f"world_size {change}. Training continues; from {step} on, bits may differ" in text
 
 
 @pytest.mark.slow

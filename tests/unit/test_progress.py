@@ -62,3 +62,23 @@ def test_progress_never_changes() -> None:
 def test_progress_reads_as_words(progress: Progress, text: str) -> None:
     """A refusal tells where an experiment stands in words."""
     assert str(progress) == text
+
+
+def test_places_are_ordered_as_they_are_reached() -> None:
+    """Within an epoch training comes before its evaluation, and steps come one after the other."""
+    places = [
+        Progress(),
+        Progress(EVALUATION),
+        Progress(TRAINING, 1),
+        Progress(TRAINING, 1, 3),
+        Progress(EVALUATION, 1),
+        Progress(TRAINING, 2),
+        Progress(FINISHED, 2),
+    ]
+    assert sorted(places, key=lambda place: place.order) == places
+
+
+def test_what_comes_next_is_said_in_words() -> None:
+    """A step is counted from 1; an evaluation has no steps."""
+    words = [place.describe_next() for place in (Progress(), Progress(TRAINING, 2, 3), Progress(EVALUATION, 1))]
+    assert words == ["the first step", "epoch 2, step 4", "epoch 1, evaluation"]

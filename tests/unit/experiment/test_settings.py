@@ -268,3 +268,13 @@ def test_flood_of_problems_is_cut(tmp_path: Path, item: str) -> None:
     """A large file of nonsense is refused at once, with its first problems only."""
     text = f'{{"loss_registers": [{",".join([item] * 50_000)}]}}'
     assert len(problems_of(folder_with(tmp_path, loss_registers=text))) == 100
+
+
+def test_exact_on_a_gpu_implies_deterministic_kernels() -> None:
+    """Sums in a fixed order are of no use if the numbers differ; a CPU needs no such kernels."""
+    exact = TrainingSettings(gradient_reduction="exact")
+    assert [exact.uses_deterministic_kernels(device) for device in ("cuda", "cpu")] == [True, False]
+    fast = TrainingSettings()
+    assert [fast.uses_deterministic_kernels(device) for device in ("cuda", "cpu")] == [False, False]
+    asked = TrainingSettings(deterministic=True)
+    assert [asked.uses_deterministic_kernels(device) for device in ("cuda", "cpu")] == [True, True]

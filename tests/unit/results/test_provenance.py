@@ -6,6 +6,7 @@ import platform
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -17,7 +18,9 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.results.provenance import describe_start
 from pipeline.results.starts import differences, read_starts, record_start
+from pipeline.runtime.accelerators import cpu_model
 from pipeline.runtime.durable import Disk
+from pipeline.runtime.hardware import Hardware, describe_hardware
 from pipeline.runtime.processes import Processes
 
 
@@ -38,7 +41,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def test_start_tells_what_it_ran_on() -> None:
-    """Command, host, processes, devices and versions are all there."""
+    """Command, host, processes, devices, vector units, threads and versions are all there."""
     start = describe_start(Processes(), Progress(TRAINING, 2, 5))
     assert start["command"] == sys.argv
     assert start["host"] == socket.gethostname()
@@ -46,6 +49,23 @@ def test_start_tells_what_it_ran_on() -> None:
     versions = (torch.__version__, numpy.__version__, platform.python_version())
     assert (start["torch"], start["numpy"], start["python"]) == versions
     assert start["from"] == {"stage": TRAINING, "epoch": 2, "step": 5}
+    assert start["devices"] == start["cpus"] == [cpu_model()]
+    assert start["cpu_capabilities"] == [torch.backends.cpu.get_cpu_capability()]
+    assert (start["threads"], start["deterministic"]) == (torch.get_num_threads(), False)
+    assert {"mkl", "onednn", "blas", "cuda", "cudnn", "cpu_variables"} <= set(start)
+
+
+def test_unequal_ranks_are_recorded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is the same everywhere is written once; the rest in rank order."""
+    hardware = describe_hardware(torch.device("cpu"))
+    monkeypatch.setattr(Processes, "gather", lambda self, value: [value, _with_more_threads(value)])
+    start = describe_start(Processes(), Progress())
+    assert start["threads"] == [hardware.threads, hardware.threads + 1]
+    assert (start["torch"], start["cpus"]) == (hardware.torch, [hardware.cpu] * 2)
+
+
+def _with_more_threads(value: object) -> object:
+    return replace(value, threads=value.threads + 1) if isinstance(value, Hardware) else value
 
 
 def test_commit_and_dirty_flag_are_those_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +117,7 @@ def test_devices_differ_by_their_kind() -> None:
     """More of the same devices are no difference; another kind among them is."""
     assert differences({"devices": ["A100", "A100"]}, {"devices": ["A100"]}) == {}
     assert differences({"devices": ["A100"]}, {"devices": ["H100", "A100"]}) == {
-        "devices": "devices A100 → A100 and H100"
+        "devices": "devices A100 → H100 on rank 0 and A100 on rank 1"
     }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 
 from pipeline.errors import UsageError
-from pipeline.runtime.accelerators import backend_of, bound_device, choose_device, memory_in_mb
+from pipeline.runtime.accelerators import backend_of, bound_device, choose_device, cpu_model, device_name, memory_in_mb
 
 
 @pytest.fixture
@@ -54,6 +57,37 @@ def test_gpus_talk_through_nccl_and_small_messages_through_gloo() -> None:
     """The process group knows the GPU from the start."""
     device = torch.device("cuda", 1)
     assert (backend_of(device), bound_device(device)) == ("cpu:gloo,cuda:nccl", device)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nmodel name\t: other\n",
+            "AMD EPYC (cpu family 26, model 2)",
+        ),
+        ("model name: X 3000: fast\n", "X 3000: fast"),
+        (
+            "CPU implementer\t: 0x41\nCPU part\t: 0xd40\n",
+            f"{platform.machine()} (CPU implementer 0x41, CPU part 0xd40)",
+        ),
+        ("", platform.machine()),
+    ],
+    ids=["x86", "name alone", "ARM", "nothing"],
+)
+def test_cpu_is_known_by_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
+    """Name and numbers of the first core; the architecture alone only where there is nothing else."""
+    file = tmp_path / "cpuinfo"
+    file.write_text(text)
+    monkeypatch.setattr("pipeline.runtime.accelerators._CPU_INFO", file)
+    assert device_name(torch.device("cpu")) == cpu_model() == expected
+
+
+def test_cpu_without_a_list_of_its_cores_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other systems than Linux do not have the file."""
+    monkeypatch.setattr("pipeline.runtime.accelerators._CPU_INFO", tmp_path / "none")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    assert cpu_model() == platform.machine()
 
 
 def test_memory_is_that_of_this_process() -> None:

@@ -6,13 +6,29 @@ import math
 
 import pytest
 
-from pipeline.runtime.wording import shown_bytes, shown_value, sparkline
+from pipeline.runtime.wording import shown_by_rank, shown_bytes, shown_fact, shown_number, shown_value, sparkline
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e12, "2.5 TB")])
 def test_sizes_have_units(count: float, text: str) -> None:
     """Sizes are told in the unit that keeps them short."""
     assert shown_bytes(count) == text
+
+
+def test_one_of_a_thing_is_singular() -> None:
+    """Any other number is plural."""
+    assert [shown_number(count, "process", "processes") for count in (1, 2)] == ["1 process", "2 processes"]
+
+
+def test_values_of_ranks_are_told_apart() -> None:
+    """What all have is said once; otherwise each value comes with its ranks."""
+    assert shown_by_rank(["A100", "A100"]) == "A100"
+    assert shown_by_rank([None, "AVX2", "AVX2"]) == "none on rank 0 and AVX2 on ranks 1, 2"
+
+
+def test_facts_are_written_as_in_json() -> None:
+    """Flags are lower case; what is empty or missing is none."""
+    assert [shown_fact(value) for value in (True, 0, "", None, "gloo")] == ["true", "0", "none", "none", "gloo"]
 
 
 @pytest.mark.parametrize(
