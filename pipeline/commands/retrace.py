@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from logging import Logger
 from pathlib import Path
 from typing import Any, TextIO
@@ -109,7 +109,8 @@ class Recorder(Witness):
 
     def _write(self, kind: str, **facts: Any) -> None:
         epoch, step = self._at
-        self._file.write(json.dumps({"kind": kind, "epoch": epoch, "step": step, **facts}) + "\n")
+        place = {"epoch": epoch, "step": step, "rank": self._m.processes.rank}
+        self._file.write(json.dumps({"kind": kind, **place, **facts}) + "\n")
 
 
 def _copied(value: Any) -> Any:
@@ -197,9 +198,13 @@ def scratch_home(paths: ExperimentPaths, settings: Path, parent: str | None) -> 
 
 
 def retrace(
-    scratch: ExperimentPaths, nproc: int, words: list[str], plan: dict[str, Any]
+    scratch: ExperimentPaths,
+    nproc: int,
+    words: list[str],
+    plan: dict[str, Any],
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run an experiment in its scratch folder under observation and return how that ended."""
+    """Run an experiment in its scratch folder under observation, with variables added to the environment."""
     folder = scratch.home / plan["name"]
     folder.mkdir(exist_ok=True)
     plan = {"kill_before": None, "look_at": [], "detail": None, **plan, "folder": str(folder)}
@@ -210,7 +215,7 @@ def retrace(
     search = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [sys.executable, *launcher, *module, *where, *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+        env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(search)},
         capture_output=True,
         text=True,
         check=False,

@@ -6,6 +6,7 @@ Its packages are imported only where modules are sharded: they make torch half a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ def sharding_problems(components: Components, settings: TrainingSettings, folder
         yield from (Problem(where, what) for what in _unmatched(definition))
         if settings.parallelism == FSDP and _is_spread(definition):
             yield from (Problem(where, what) for what in _unfit(definition))
+    if settings.parallelism == FSDP:
+        yield from _tying_problems(components, folder)
 
 
 def _is_spread(definition: ModuleDefinition) -> bool:
@@ -74,6 +77,60 @@ def _unfit(definition: ModuleDefinition) -> Iterator[str]:
     scalars = [name for name, parameter in definition.module.named_parameters() if not parameter.dim()]
     if scalars:
         yield f"parallelism: fsdp needs parameters with a dimension, but {', '.join(scalars)} has none; use shape (1,)"
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is gathered together: a submodule, or what is left of a module; one that is not spread stays whole."""
+
+    module: str
+    submodule: str
+    is_spread: bool
+
+    def __str__(self) -> str:
+        if not self.is_spread:
+            return f"the frozen modules/{self.module}.py"
+        return f"unit {self.submodule or 'module'} of modules/{self.module}.py"
+
+
+def _tying_problems(components: Components, folder: Path) -> Iterator[Problem]:
+    """Yield parameters that lie in two units: each unit makes shards of its own of them, which are tied no more."""
+    places: dict[nn.Parameter, dict[_Unit, str]] = {}
+    for name, definition in components.modules.items():
+        for unit, path, parameter in _unit_parameters(name, definition):
+            places.setdefault(parameter, {}).setdefault(unit, path)
+    shared: dict[tuple[_Unit, _Unit], list[tuple[str, str]]] = {}
+    for paths in places.values():
+        # Units that stay whole keep the parameter itself. Frozen modules may share it among themselves.
+        if len(paths) > 1 and any(unit.is_spread for unit in paths):
+            first, second = list(paths)[:2]
+            shared.setdefault((first, second), []).append((paths[first], paths[second]))
+    for (first, second), names in shared.items():
+        ones, others = (", ".join(column[:_SHOWN]) for column in zip(*names, strict=True))
+        more = f" ({len(names)} in all)" if len(names) > _SHOWN else ""
+        what = f"but {ones} in {first} and {others} in {second} are the same{more}"
+        is_inside = first.module == second.module
+        fix = "take the pattern of the unit out of settings['shard']" if is_inside else "tie weights inside one module"
+        where = str(folder / "modules" / f"{second.module}.py")
+        yield Problem(
+            where,
+            f"parallelism: fsdp keeps weights tied inside one unit only, {what}",
+            f"{fix}, or use parallelism: ddp",
+        )
+
+
+def _unit_parameters(name: str, definition: ModuleDefinition) -> Iterator[tuple[_Unit, str, nn.Parameter]]:
+    """Yield every parameter under each of its names, with the nearest unit around it."""
+    is_spread = _is_spread(definition)
+    # By identity: a submodule that is used in two places is one unit, whatever it is called there.
+    matched = {id(module): path for path, module in _units(definition)} if is_spread else {}
+    enclosing = {"": ""}
+    for path, module in definition.module.named_modules(remove_duplicate=False):
+        if path:
+            enclosing[path] = matched.get(id(module), enclosing[path.rpartition(".")[0]])
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            unit = _Unit(name, enclosing[path], is_spread)
+            yield unit, f"{path}.{own_name}".removeprefix("."), parameter
 
 
 def _units(definition: ModuleDefinition) -> list[tuple[str, nn.Module]]:

@@ -24,7 +24,8 @@ from tests.unit.commands.test_evaluate import EXPERIMENT
 
 FSDP = {"parallelism": "fsdp"}
 _TRANSFORM = "pymodules/module_transforms/a.py"
-# The trunk is run twice, in units of its own; a point of each dataset makes a step be skipped; pictures need all ranks.
+# The trunk is run twice, in units of its own; a point of each dataset makes a step be skipped; pictures need all ranks;
+# a head has tied weights inside one unit, and another unit that it holds under two names.
 TRAPS: dict[str, str | None] = {
     _TRANSFORM: FILES[_TRANSFORM].replace(
         "return {self.register: difference**2",
@@ -38,6 +39,38 @@ TRAPS: dict[str, str | None] = {
     """,
     "pymodules/modules/trunk.py": FILES["pymodules/modules/trunk.py"].replace('"frozen": False', '"shard": ["[01]"]'),
     "pymodules/modules/stem.py": FILES["pymodules/modules/stem.py"].replace("True}", "True, 'shard': []}"),
+    "pymodules/modules/head_b.py": """
+        from torch import nn
+
+
+        class Head(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second, self.block = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+                self.second.weight = self.first.weight
+                self.again, self.last = self.block, nn.Linear(8, 1)
+
+            def forward(self, x):
+                return self.last(self.again(self.block(self.second(self.first(x)).relu()).relu()))
+
+
+        module = Head()
+        settings = {"shard": ["block"]}
+    """,
+}
+TIED_MODULES: dict[str, str | None] = {
+    "pymodules/modules/head_b.py": """
+        from torch import nn
+
+        from . import head_a
+
+        module = nn.Linear(8, 1)
+        module.weight = head_a.module.weight
+        settings = {}
+    """,
+    "pymodules/optim_sched/heads.py": FILES["pymodules/optim_sched/heads.py"].replace(
+        '*modules["head_b"].parameters()', 'modules["head_b"].bias'
+    ),
 }
 
 
@@ -82,6 +115,25 @@ def test_sharded_training_is_that_of_whole_modules(tmp_path: Path) -> None:
     skipped = read_any(data(tmp_path, "tiny") / "loss_reg_data/train/loss_a/step_data_1.npz")["skipped"]
     assert skipped.sum() == 2
     assert list((tmp_path / "experiment_logs/tiny").rglob("*.png"))
+    before, after = (read_any(data(tmp_path, "tiny") / f"module_ckps/{pool}/head_b") for pool in ("init", "last"))
+    for one, other in (("first.weight", "second.weight"), ("block.weight", "again.weight")):
+        assert not torch.equal(before[one], after[one])
+        assert torch.equal(after[one], after[other])
+
+
+def test_weights_of_two_modules_stay_tied_with_ddp(tmp_path: Path) -> None:
+    """Two processes with whole modules train a weight that two modules share as one process does."""
+    for name in ("tiny", "alone"):
+        write_experiment(tmp_path, name, files=TIED_MODULES)
+    run_sharded(tmp_path, "--stop-after-epoch", "1", nproc=2)
+    run_inside(tmp_path, "--stop-after-epoch", "1", name="alone")
+    check_close(data(tmp_path, "tiny"), data(tmp_path, "alone"))
+    before, *after = (
+        read_any(data(tmp_path, "tiny") / "module_ckps" / path)["weight"]
+        for path in ("init/head_a.pt", "last/head_a.pt", "last/head_b.pt")
+    )
+    assert not torch.equal(before, after[0])
+    assert torch.equal(*after)
 
 
 @pytest.mark.slow

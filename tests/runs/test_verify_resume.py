@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from pipeline.__main__ import main
+from pipeline.commands import verify_resume
+from pipeline.errors import PipelineError
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import run_inside, run_process
 
@@ -48,6 +52,39 @@ FORGETFUL_WEIGHTER = """
 
     loss_weighter = Weighter()
 """
+# What a rank adds to its own outputs, or to its own copy of a weight, shows only with several processes.
+RANK_IN_OUTPUTS = """
+    import os
+
+    from torch import nn
+
+
+    class Head(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 0.001 * int(os.environ.get("RANK", "0"))
+
+
+    module = Head(8, 1)
+    settings = {}
+"""
+RANK_IN_WEIGHTS = """
+    import os
+
+    import torch
+    from torch import nn
+
+
+    class Head(nn.Linear):
+        def forward(self, x):
+            outputs = super().forward(x)
+            if os.environ.get("RANK") == "1" and self.training:
+                self.bias.data = self.bias.data + 0.001
+            return outputs
+
+
+    module = Head(8, 1)
+    settings = {}
+"""
 UNORDERED_SPLIT = FILES["pymodules/utils/points.py"].replace(
     'return [idx for idx in idxs if (idx % 5 == 0) == (split == "val")]',
     'return [int(word) for word in {str(idx) for idx in idxs if (idx % 5 == 0) == (split == "val")}]',
@@ -73,6 +110,100 @@ def test_exactness_at_two_processes(home: Path, capfd: pytest.CaptureFixture[str
     """Under torchrun the batches of all processes are compared."""
     assert verify(home, "--nproc", "2") == 0
     assert "exact: 22 batches" in capfd.readouterr().out
+
+
+def verify_numbers(home: Path, numbers: str, *words: str, files: dict[str, str | None] | None = None) -> int:
+    write_experiment(home, files=files, training={"gradient_reduction": "exact"})
+    return verify(home, "--nproc", numbers, *words)
+
+
+def test_exactness_at_several_numbers_of_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each number runs uninterrupted, a resume changes it, and the output names what was proved."""
+    assert verify_numbers(tmp_path, "1,2", "--steps", "2") == 0
+    said = capfd.readouterr().out.splitlines()
+    assert [line.removeprefix("tiny: ") for line in said[:-1]] == [
+        "2 steps without interruption with 1 process …",
+        "2 steps without interruption with 2 processes …",
+        "killed before step 2 with 1 process …",
+        "resumed to the end with 2 processes …",
+    ]
+    assert said[-1] == (
+        "exact: 8 batches, their losses, all weights and every committed file have the same bits with 1 and 2 "
+        "processes, uninterrupted and killed"
+    )
+
+
+@pytest.mark.slow
+def test_proof_names_the_numbers_that_were_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer lives than numbers, the output claims only what was run; all have the same number of threads."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert verify_numbers(tmp_path, "3,1,2", "--steps", "4") == 0
+    said = capfd.readouterr().out
+    assert "the same bits with 3, 1 and 2 processes uninterrupted, and with 3 and 1 processes killed" in said
+
+
+def test_difference_names_the_number_of_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A module that depends on its rank is found at the first number that shows it; nothing more is run."""
+    assert verify_numbers(tmp_path, "1,2,3", files={"pymodules/modules/head_a.py": RANK_IN_OUTPUTS}) == 1
+    said = capfd.readouterr().out
+    assert "first difference: with 2 processes, epoch 1, step 1: the losses " in said
+    assert "look at module_transforms/a.py" in said
+    assert "let nothing depend on the rank" in said
+    assert "with 3 processes" not in said
+
+
+@pytest.mark.slow
+def test_weights_of_every_rank_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Weights of a rank that neither commits nor is the last one count as well."""
+    assert verify_numbers(tmp_path, "1,3", files={"pymodules/modules/head_a.py": RANK_IN_WEIGHTS}) == 1
+    said = capfd.readouterr().out
+    assert "first difference: with 3 processes, epoch 1, step 1: weights or buffers of head_a differ" in said
+
+
+@pytest.mark.slow
+def test_difference_after_a_kill_names_the_number_of_the_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What only a resume loses is found in the life after the kill."""
+    assert verify_numbers(tmp_path, "1,2", files={"pymodules/loss_weighter.py": FORGETFUL_WEIGHTER}) == 1
+    said = capfd.readouterr().out
+    assert "first difference: with 2 processes, epoch 1, step 4: loss weights" in said
+    assert "Weighter.count was 3 before the kill and is 0 after the resume" in said
+
+
+@pytest.mark.parametrize("training", [{}, {"parallelism": "fsdp"}, {"sync_batchnorm": True}])
+def test_several_numbers_need_exact_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, training: dict[str, Any]
+) -> None:
+    """Without exact reduction only rounding is promised; the line in the remedy is accepted as it stands."""
+    home = tmp_path / "data home"
+    write_experiment(home, training=training)
+    assert verify(home, "--nproc", "1,2", "--set", "training.seed=4") == 2
+    sentence, fix = capsys.readouterr().err.splitlines()
+    assert 'only with gradient_reduction: "exact", but the settings of \'tiny\' have "fast".' in sentence
+    line = shlex.split(fix.removeprefix("  fix: "))
+    assert line[:5] == ["python", "-m", "pipeline", "verify-resume", "tiny"]
+    assert {"training.seed=4", "training.gradient_reduction=exact", str(home)} <= set(line)
+    monkeypatch.setattr(verify_resume, "retrace", fail_to_run)
+    assert main(line[3:]) == 1
+    assert capsys.readouterr().err == "this would run\n"
+
+
+def fail_to_run(*arguments: object) -> NoReturn:
+    raise PipelineError("this would run")
+
+
+@pytest.mark.parametrize("numbers", ["0", "1,0", "2,2", "1,,2", "1,two", ""])
+def test_bad_numbers_of_processes_are_refused(home: Path, capsys: pytest.CaptureFixture[str], numbers: str) -> None:
+    """Each number must be 1 or more and be named once."""
+    with pytest.raises(SystemExit) as raised:
+        verify(home, "--nproc", numbers)
+    assert raised.value.code == 2
+    assert f"--nproc: must be a number from 1 on, or several different ones such as 1,2,3, but is {numbers!r}" in (
+        capsys.readouterr().err
+    )
 
 
 BROKEN = {
