@@ -230,7 +230,9 @@ class _Run:
         try:
             machinery.parts.restore(files.read_state, files.folder, progress)
         except UnreadableFile as error:
-            raise DamagedResults(f"{error}\n  fix: restore it from a backup, or start again with --reset.") from error
+            # Copies are gone when the message is read; the names in data/ stay.
+            named = str(error).replace(str(files.folder), str(self._paths.data))
+            raise DamagedResults(f"{named}\n  fix: restore it from a backup, or start again with --reset.") from error
 
     def _restore_counters(self, machinery: Machinery) -> None:
         """Let every rank load what was counted, also where it was counted: a resumed run cannot see anything else."""

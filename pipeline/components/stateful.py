@@ -11,7 +11,10 @@ class Stateful:
     """A component with state; one without state leaves both methods as they are."""
 
     def save(self, folder: Path) -> None:
-        """Write all state into ``folder``, which exists and is empty; called on rank zero only."""
+        """Write all state into ``folder``, which exists and is empty.
+
+        Called on rank zero for a commit, and after an evaluation on every rank: they must write the same.
+        """
 
     def load(self, folder: Path) -> None:
         """Restore from ``folder`` what ``save`` wrote; called on every rank before a run continues."""

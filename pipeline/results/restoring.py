@@ -36,8 +36,11 @@ class CommitToRead:
 class CommittedFiles:
     """The files of a commit, open and verified; ``folder`` has copies of all but modules and optimizers."""
 
-    def __init__(self, commit: CommitToRead, held: HeldFiles, folder: Path, processes: Processes) -> None:
-        self._commit, self._held, self.folder, self._processes = commit, held, folder, processes
+    def __init__(
+        self, paths: ExperimentPaths, commit: CommitToRead, held: HeldFiles, folder: Path, processes: Processes
+    ) -> None:
+        self._paths, self._commit, self._held, self._processes = paths, commit, held, processes
+        self.folder = folder
 
     def read_state(self, path: str, target: Target) -> Any:
         """Return what a module or an optimizer was; of shards, ``target`` says where those of this rank go."""
@@ -49,8 +52,14 @@ class CommittedFiles:
         }
         if not files:
             raise UnreadableFile(f"{path} is not part of commit {self._commit.manifest.generation}.")
-        with _naming_host(self._processes):
-            return self._held.state(files, target)
+        stored = self._paths.generations / next(iter(files.values())).object
+        try:
+            with _naming_host(self._processes):
+                return self._held.state(files, target)
+        except UnreadableFile as error:
+            # A pool may share its bytes with another one; the name that the user knows is the one in data/.
+            shown = str(stored if "" in files else stored.parent)
+            raise UnreadableFile(str(error).replace(shown, str(self._paths.data / path))) from error
 
 
 @contextmanager
@@ -64,7 +73,7 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
     try:
         _verify_shards(commit, held, processes)
         processes.together(lambda: _copy_small_files(commit, held, folder, processes))
-        yield CommittedFiles(commit, held, folder, processes)
+        yield CommittedFiles(paths, commit, held, folder, processes)
     finally:
         held.close()
         # What is left here goes with the claim.

@@ -24,7 +24,9 @@ _REASONS = (
 )
 _FIX = (
     "draw from the generators of python, numpy and torch, which are seeded alike on every rank, and decide nothing by "
-    "rank or batch; then run again. If one machine is always the one that differs, test its memory and devices."
+    "rank or batch; then run again. If the machines are unequal, use equal ones, or start an experiment with "
+    "gradient_reduction: fast and on_rank_difference: broadcast. If it is always the same machine that differs, test "
+    "its memory and devices."
 )
 Tensors = dict[str, torch.Tensor]
 

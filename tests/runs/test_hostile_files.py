@@ -92,6 +92,7 @@ def check_refused(home: Path, name: str) -> None:
         run_inside(home, "--resume")
     assert refusal.value.exit_code == 1
     assert name in str(refusal.value)
+    assert "temp_data" not in str(refusal.value), "a copy that is gone by now is of no use to anyone"
     assert "No intact commit" not in str(refusal.value)
     assert "--reset" in str(refusal.value)
     assert not (home / "canary").exists()
