@@ -14,6 +14,7 @@ STATE_FILE = "state.json"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _MOST_CHARACTERS = 200
 # What an experiment keeps in its own results; an experiment below another name must not look like it.
+OLD_TOKEN_PREFIX = ".shared_"
 RESERVED = frozenset({"pymodules", "settings", "data", "temp_data", "generations"})
 
 
@@ -89,6 +90,32 @@ class ExperimentPaths:
     def trash(self) -> Path:
         """Where a reset moves the results in one rename; a dot name can never be an experiment."""
         return self.home / "experiment_results" / f".reset+{self.name.replace('/', '+')}"
+
+    def start_token(self, number: str) -> Path:
+        """Where rank zero of a start writes what the other ranks must see; the next start removes what is left."""
+        top = self.home / "experiment_results"
+        return (top if top.is_dir() else self.home) / f"{self._token_prefix}{number}"
+
+    def left_aside(self, number: str) -> Path:
+        """Where a reset moves what it could not remove yet; the next start tries again."""
+        return self.trash.with_name(f"{self._aside_prefix}{number}")
+
+    @property
+    def _token_prefix(self) -> str:
+        return f".start+{self.name.replace('/', '+')}+"
+
+    @property
+    def _aside_prefix(self) -> str:
+        return f".left+{self.name.replace('/', '+')}+"
+
+    def left_behind(self) -> list[Path]:
+        """Return what starts and resets that were interrupted have left beside the results, or in them."""
+        tops = [top for top in (self.home, self.home / "experiment_results") if top.is_dir()]
+        prefixes = (self._token_prefix, self._aside_prefix)
+        entries = [entry for top in tops for entry in top.iterdir()]
+        found = [entry for entry in entries if entry.name.startswith(prefixes)]
+        # Earlier versions wrote tokens into the results.
+        return sorted([*found, *self.results.glob(f"{OLD_TOKEN_PREFIX}*")])
 
     @property
     def state_file(self) -> Path:

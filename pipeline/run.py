@@ -99,7 +99,7 @@ class _Run:
 
     def _execute(self, action: str) -> Progress:
         if self._processes.world_size > 1:
-            check_shared(self._paths, self._processes)
+            check_shared(self._paths, self._processes, self._disk)
         if action == RESUME:
             machinery = self._continue()
             progress, run_state = self._restore(machinery)
@@ -192,7 +192,10 @@ class _Run:
 
     def _recover(self, fingerprints: Fingerprints) -> None:
         self._lock.acquire()
-        if look(self._paths).is_finished:
+        found = look(self._paths)
+        if not found.exists:
+            raise StateConflict(f"Experiment {self._paths.name!r} was just reset by another run.")
+        if found.is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
         self._store.recover(PersistedParts.is_needed)
         refuse_changed_datasets(self._paths.name, self._store.current.fingerprints, fingerprints)
@@ -260,7 +263,7 @@ class _Run:
         machinery.journal.start = len(earlier) + 1
         if not self._processes.is_rank_zero:
             return
-        self._paths.error_files.mkdir(parents=True, exist_ok=True)
+        self._make_error_folder()
         start_file(self._paths.name, self._paths.log_file)
         record_start(self._paths, start, self._disk, self._lock.claim.folder)
         machinery.journal.note(START, at=progress.as_json())
@@ -277,6 +280,13 @@ class _Run:
             lines.append(WARNING_MARK + self._hardware_warning)
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
+
+    def _make_error_folder(self) -> None:
+        """Make the folder in which torchrun may put error files; a run does not need it."""
+        try:
+            self._paths.error_files.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            LOGGER.warning("%s cannot be made: %s. Training continues.", self._paths.error_files, error.strerror)
 
     def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:
         publisher = self._publisher(machinery, progress)

@@ -28,7 +28,7 @@ def execute(arguments: argparse.Namespace) -> int:
     found = inspect(paths, PersistedParts.is_needed)
     for line in _lines(paths, found):
         print(line)
-    return 0 if found.is_clean else 1
+    return 1 if found.is_damaged else 0
 
 
 def _lines(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
@@ -57,11 +57,13 @@ def _problems(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
     if len(found.damages) > _SHOWN:
         yield f"  … and {len(found.damages) - _SHOWN} more damaged files"
     for name in found.hidden_names[:_SHOWN]:
-        yield f"  {paths.data / name} is missing or was replaced; the committed file is intact"
+        yield f"  {paths.data / name} does not show the current commit yet; the committed file is intact"
+    for name in found.replaced_names[:_SHOWN]:
+        yield f"  {paths.data / name} was replaced; the committed file is intact"
     for name in found.edited_copies:
         yield f"  {paths.results / name} was edited since the experiment began"
     for path in found.strays[:_SHOWN]:
-        yield f"  {path} belongs to no commit"
+        yield f"  {path} belongs to no commit; the next start removes it"
 
 
 def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
@@ -79,7 +81,9 @@ def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
     elif found.edited_copies:
         yield f"  next: restore these files, or {resume} --accept-edited-copy"
     else:
-        yield f"  next: {resume}    (puts this in order by itself)"
+        if not found.replaced_names:
+            yield "  every digest holds; nothing is damaged"
+        yield f"  next: {resume}    (the next start completes this)"
 
 
 def _damaged(found: Inspection) -> set[str]:

@@ -35,19 +35,22 @@ class Inspection:
     damages: list[Damage] = field(default_factory=list)
     unreadable: list[Path] = field(default_factory=list)
     hidden_names: list[str] = field(default_factory=list)
+    replaced_names: list[str] = field(default_factory=list)
     strays: list[Path] = field(default_factory=list)
     edited_copies: list[str] = field(default_factory=list)
 
     @property
+    def is_damaged(self) -> bool:
+        return bool(self.state_problem or self.damages or self.unreadable or self.replaced_names or self.edited_copies)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Tell whether something is left to do that the next start does by itself, as after a kill."""
+        return bool(self.hidden_names or self.strays)
+
+    @property
     def is_clean(self) -> bool:
-        return not (
-            self.state_problem
-            or self.damages
-            or self.unreadable
-            or self.hidden_names
-            or self.strays
-            or self.edited_copies
-        )
+        return not (self.is_damaged or self.is_incomplete)
 
 
 def inspect(paths: ExperimentPaths, is_needed: Callable[[str], bool]) -> Inspection:
@@ -127,15 +130,20 @@ class _Inspector:
 
     def _compare_with_current(self, current: Manifest) -> None:
         self._found.edited_copies = differing_files(self._paths.results, current.copies)
-        self._found.hidden_names = [
-            path
-            for path, entry in self._generations.all_files(current).items()
-            if not path.startswith(HIDDEN)
-            and self._holds(entry)
-            and not is_same(self._generations.shown(path), self._generations.stored(entry))
-        ]
+        for path, entry in self._generations.all_files(current).items():
+            if not path.startswith(HIDDEN) and self._holds(entry) and not self._shows(path, entry):
+                is_pending = not self._generations.shown(path).exists() or self._shows_older(path)
+                (self._found.hidden_names if is_pending else self._found.replaced_names).append(path)
         if not self._found.unreadable and self._generations.has_whole_chain(current):
             self._found.strays = self._generations.strays(self._found.commits)
+
+    def _shows(self, path: str, entry: Entry) -> bool:
+        return is_same(self._generations.shown(path), self._generations.stored(entry))
+
+    def _shows_older(self, path: str) -> bool:
+        """Tell whether data/ still has a file of an older commit, as after a kill right behind a commit."""
+        older = (manifest.files.get(path) for manifest in self._found.commits[1:])
+        return any(entry is not None and self._shows(path, entry) for entry in older)
 
 
 def _difference(file: Path, entry: Entry) -> str:

@@ -61,7 +61,7 @@ class Claim:
         if not self._paths.temp_data.is_dir():
             raise PipelineError(
                 f"The results folder {self._paths.results} has vanished or was emptied while the run was alive.\n"
-                "  fix: restore it, then run again with --resume."
+                "  fix: restore it, then run again with --auto."
             )
         raise StateConflict(
             f"This run has lost experiment {self._paths.name!r}: it was taken over by {_described(self._paths)}.\n"
@@ -86,9 +86,17 @@ class RunLock:
         try:
             self._refuse_if_alive(has_kernel_lock)
             self._stake()
-        except BaseException:
+        except BaseException as error:
             self._lock.release()
+            if isinstance(error, PipelineError) and not self._paths.lock_file.exists():
+                raise self._just_reset() from error
             raise
+
+    def _just_reset(self) -> StateConflict:
+        """Return the refusal of an experiment whose results another run has moved away at this moment."""
+        owner = read_json(self._paths.trash / self._paths.lock_file.name)
+        by = f"pid {owner['pid']} on host {owner.get('host', '?')}" if owner.get("pid") else "another run"
+        return StateConflict(f"Experiment {self._paths.name!r} is being reset by {by} at this moment; try again.")
 
     def _take_kernel_lock(self) -> bool:
         """Take the kernel's lock; tell whether the file system has one."""
@@ -97,6 +105,8 @@ class RunLock:
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
         except (NotImplementedError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise self._just_reset() from error
             if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
                 raise PipelineError(
                     f"{self._paths.lock_file} must be a file that can be locked, but: {error}.\n"
@@ -127,7 +137,10 @@ class RunLock:
                 self._disk.remove_tree(self.claim.folder / f"taken_{entry.name}")
         # Two runs that took each other's claim are both refused here.
         self.claim.check()
-        self._paths.lock_file.write_text(json.dumps(owner) + "\n")
+        lock_file, content = self._paths.lock_file, json.dumps(owner) + "\n"
+        self._disk.perform("write", lock_file, lambda: lock_file.write_text(content))
+        for path in self._paths.left_behind():
+            self._disk.remove_tree(path)
         arguments = (self.claim.folder / _BEAT_FILE, self._has_ended)
         threading.Thread(target=_show_life, args=arguments, name="signs of life", daemon=True).start()
 

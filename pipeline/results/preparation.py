@@ -32,12 +32,14 @@ def _nearest_existing(paths: ExperimentPaths) -> Path:
     return existing
 
 
-def check_shared(paths: ExperimentPaths, processes: Processes) -> None:
+def check_shared(paths: ExperimentPaths, processes: Processes, disk: Disk) -> None:
     """Refuse processes that do not see the same data home, by a token that rank zero writes and all must find."""
-    token = processes.on_rank_zero(lambda: _write_token(paths))
+    token = processes.on_rank_zero(lambda: _write_token(paths, disk))
+    # Machines may have the data home at different places.
     seen = processes.gather(((paths.home / token).exists(), _place(paths)))
-    if processes.is_rank_zero:
-        (paths.home / token).unlink()
+    if not seen[0][0]:
+        raise StateConflict(f"Experiment {paths.name!r} is being started by another run at this moment.").shared()
+    processes.on_rank_zero(lambda: disk.remove(paths.home / token))
     blind = [place for sees, place in seen if not sees]
     if blind:
         raise UsageError(
@@ -47,10 +49,10 @@ def check_shared(paths: ExperimentPaths, processes: Processes) -> None:
         ).shared()
 
 
-def _write_token(paths: ExperimentPaths) -> Path:
+def _write_token(paths: ExperimentPaths, disk: Disk) -> Path:
     check_writable(paths)
-    token = _nearest_existing(paths) / f".shared_{uuid.uuid4().hex}"
-    token.touch()
+    token = paths.start_token(uuid.uuid4().hex)
+    disk.perform("create", token, token.touch)
     return token.relative_to(paths.home)
 
 
@@ -90,7 +92,11 @@ def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
         return
     if paths.logs.is_dir():
         _clear(paths.logs.resolve(), _open_log_folder(), disk)
-    disk.remove_tree(paths.trash)
+    if not disk.remove_tree(paths.trash):
+        # As long as it has its name, every start would take it for a reset that is not complete.
+        aside = paths.left_aside(uuid.uuid4().hex)
+        disk.rename(paths.trash, aside)
+        LOGGER.warning("%s holds files that a program on this machine has open; a later start removes it.", aside)
     LOGGER.info("Deleted the results and logs of %s.", paths.name)
 
 

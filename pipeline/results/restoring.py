@@ -114,7 +114,7 @@ def _copy_small_files(commit: CommitToRead, held: HeldFiles, folder: Path, proce
     except OSError as error:
         raise PipelineError(
             f"Could not copy committed files to {folder}: {error.strerror or error}. The last commit is intact.\n"
-            "  fix: free space or restore access, then run again with --resume."
+            "  fix: free space or restore access, then run again with --auto."
         ) from error
 
 
@@ -129,5 +129,5 @@ def _naming_host(processes: Processes) -> Iterator[None]:
         raise DamagedResults(
             f"Host {socket.gethostname()} does not see the commit that rank 0 has verified: {error}\n"
             "  fix: let all machines see the same files: wait until the cache of the network file system expires, "
-            "usually a minute, or mount it anew, then run again with --resume."
+            "usually a minute, or mount it anew, then run again with --auto."
         ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
-from pipeline.paths import RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
+from pipeline.paths import OLD_TOKEN_PREFIX, RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
 from pipeline.progress import Progress
 from pipeline.results.lock import check_free
 from pipeline.results.manifest import read_state
@@ -122,7 +122,8 @@ def _refuse_groups(paths: ExperimentPaths) -> None:
             raise UsageError(f"{paths.name!r} must not lie inside an experiment, but {above!r} is one.")
     if not paths.results.is_dir() or paths.state_file.exists():
         return
-    foreign = sorted(entry.name for entry in paths.results.iterdir() if entry.name not in OWN_NAMES)
+    names = [entry.name for entry in paths.results.iterdir()]
+    foreign = sorted(name for name in names if name not in OWN_NAMES and not name.startswith(OLD_TOKEN_PREFIX))
     if foreign:
         raise UsageError(
             f"{paths.results} must be empty or made by this program, but it has no {STATE_FILE} and holds "

@@ -41,6 +41,7 @@ class ResultsStore:
         self.current = Manifest()
         self._older: list[Manifest] = []
         self._next = 1
+        self._has_damaged_commit = False
 
     def initialise(self, copies: dict[str, str], sources: dict[str, str]) -> None:
         """Take note of the digests of the frozen copy and of what it was copied from; every commit carries them."""
@@ -94,7 +95,7 @@ class ResultsStore:
                 raise
             raise PipelineError(
                 f"A commit could not be completed: {error}. The last commit is intact.\n"
-                "  fix: restore access, then run again with --resume."
+                "  fix: restore access, then run again with --auto."
             ) from error
 
     def _kept(self, is_partial: bool) -> list[Manifest]:
@@ -127,6 +128,10 @@ class ResultsStore:
         self._view.show(dict(self._changed(previous, manifest)), self.claim.folder)
         self._view.hide(set(previous.files) - set(manifest.files))
         self._drop(dropped)
+        if self._has_damaged_commit:
+            # The new commit is complete, so that nobody needs the damaged one any more.
+            self._sweep()
+            self._has_damaged_commit = False
         if manifest.progress.is_finished:
             self._disk.sync_folders(self._paths.data)
 
@@ -241,6 +246,9 @@ class ResultsStore:
                 manifest.generation,
                 manifest.progress,
             )
+        # Either may be missing from a copy of the results.
+        for folder in (self._paths.data, self._paths.generations):
+            self._disk.make_folder(folder)
         self.current, self._older = manifest, self._generations.older(manifest)
         has_whole_chain = self._generations.has_whole_chain(manifest)
         if not has_whole_chain:
@@ -254,6 +262,7 @@ class ResultsStore:
         # Nothing is deleted on doubt: what was damaged may still be of use to whoever looks into it.
         if named == manifest.generation and has_whole_chain:
             self._sweep()
+        self._has_damaged_commit = named != manifest.generation and has_whole_chain
 
     def _is_stored(self, entry: Entry) -> bool:
         return self._generations.stored(entry).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -73,20 +74,25 @@ class Disk:
                 raise PipelineError(
                     f"Could not {operation} {path}: {error.strerror or error}{self._room(error, path)}. "
                     "The last commit is intact.\n"
-                    "  fix: free space or restore access, then run again with --resume."
+                    "  fix: free space or restore access, then run again with --auto."
                 ) from error
 
     def _room(self, error: OSError, path: Path) -> str:
         if error.errno not in _NO_SPACE:
             return ""
+        if self.free_inodes(path) == 0:
+            return " (no inodes are free: the file system cannot hold more files, however small)"
         needed = f"{shown_bytes(self.num_needed_bytes)} needed, " if self.num_needed_bytes else ""
         return f" ({needed}{shown_bytes(self.free_bytes(path))} free)"
 
     def free_bytes(self, path: Path) -> int:
         """Return how much may still be written where ``path`` is or will be."""
-        while not path.exists():
-            path = path.parent
-        return shutil.disk_usage(path).free
+        return shutil.disk_usage(_nearest_existing(path)).free
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files may still be created there; None where the file system does not count them."""
+        found = os.statvfs(_nearest_existing(path))
+        return found.f_favail if found.f_files else None
 
     def check_room(self, path: Path, num_bytes: int) -> None:
         """Refuse to begin what cannot fit."""
@@ -94,7 +100,7 @@ class Disk:
         if num_bytes > free:
             raise PipelineError(
                 f"The next commit needs {shown_bytes(num_bytes)} in {path}, but {shown_bytes(free)} are free. "
-                "The last commit is intact.\n  fix: free space, then run again with --resume."
+                "The last commit is intact.\n  fix: free space, then run again with --auto."
             )
 
     def write(self, path: Path, writer: Writer) -> Digest:
@@ -145,7 +151,13 @@ class Disk:
         self.perform("remove", path, lambda: path.unlink(missing_ok=True))
 
     def remove_folder(self, path: Path) -> None:
-        self.perform("remove folder", path, path.rmdir)
+        """Remove an empty folder; one that another run has removed meanwhile is gone as well."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                path.rmdir()
+
+        self.perform("remove folder", path, remove)
 
     def remove_empty_folders(self, folder: Path, top: Path) -> None:
         """Remove a folder and those above it, below ``top``, as far as they are empty."""
@@ -159,14 +171,20 @@ class Disk:
             if path.is_dir():
                 self.remove_empty_folders(path, top)
 
-    def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it, without ever following a link."""
+    def remove_tree(self, path: Path) -> bool:
+        """Remove a folder and all in it, without ever following a link; tell whether nothing is left.
+
+        On NFS, a file that a process on this machine has open becomes ``.nfs…`` when it is removed, and cannot be
+        removed before it is closed. Such files, and the folders that hold them, are left.
+        """
         if path.is_symlink() or not path.is_dir():
             self.remove(path)
-            return
-        for entry in sorted(path.iterdir()):
-            self.remove_tree(entry)
+            return True
+        found = [self.remove_tree(entry) for entry in _entries(path) if not _is_held_by_nfs(entry)]
+        if not all(found) or any(_is_held_by_nfs(entry) for entry in _entries(path)):
+            return False
         self.remove_folder(path)
+        return True
 
     def sync_file(self, path: Path) -> None:
         self.perform("sync", path, lambda: _sync(path, os.O_RDWR))
@@ -236,6 +254,24 @@ def _begin_storing(descriptor: int, offset: int, count: int) -> None:
 
 _DIGESTING = behind("digest")
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
+def _nearest_existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder, which another run may be removing at the same time."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _is_held_by_nfs(path: Path) -> bool:
+    return path.name.startswith(".nfs")
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -76,7 +76,7 @@ def _check_complete(folder: Path, index: bytes) -> None:
     except ValueError as error:
         raise PipelineError(
             f"Could not save {folder}: {error}. The last commit is intact.\n"
-            "  fix: let all machines mount the data home without caching names, then run again with --resume."
+            "  fix: let all machines mount the data home without caching names, then run again with --auto."
         ) from error
 
 
@@ -85,7 +85,7 @@ def _refusal(folder: Path, error: CheckpointException) -> PipelineError:
     told = (str(reason) or type(reason).__name__).splitlines()[0]
     return PipelineError(
         f"Could not save {folder} on rank {rank}: {told}. The last commit is intact.\n"
-        "  fix: free space or restore access, then run again with --resume."
+        "  fix: free space or restore access, then run again with --auto."
     )
 
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from logging import FileHandler
 from pathlib import Path
 
 from pipeline.arguments import parse_arguments
 from pipeline.progress import Progress
 from pipeline.run import run
 from pipeline.runtime.durable import Disk
+from pipeline.runtime.logs import LOGGER
 from pipeline.runtime.processes import Processes
 
 ENTRY = Path(__file__).parents[2] / "training_pipeline.py"
@@ -23,8 +25,15 @@ SECONDS = 120
 
 
 def run_inside(home: Path, *words: str, name: str = "tiny", disk: Disk | None = None) -> Progress:
-    """Run in this process, alone; errors are raised."""
-    return run(parse_arguments([name, "--data-home", str(home), *words]), Processes(), disk)
+    """Run in this process, alone; errors are raised. The log file is closed, as it is when a process ends."""
+    try:
+        return run(parse_arguments([name, "--data-home", str(home), *words]), Processes(), disk)
+    finally:
+        for handler in [one for one in LOGGER.handlers if isinstance(one, FileHandler)]:
+            LOGGER.removeHandler(handler)
+            # A test may have filled the disk under the log.
+            with contextlib.suppress(OSError):
+                handler.close()
 
 
 def command(
