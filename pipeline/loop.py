@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.machinery import Machinery
 from pipeline.progress import EVALUATION, TRAINING, Progress
 from pipeline.results.journal import EPOCH
@@ -251,14 +250,12 @@ class Loop:
         return progress.epoch if is_running else progress.epoch - 1
 
     def _run_state(self) -> dict[str, Any]:
-        flags = GradientFlags(self._components.trained_modules)
         return {
             "best": self.best,
             "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
             "num_consecutive_skipped": self._m.training.num_consecutive_skipped,
             "grad_scaler": self._m.engine.scaler.state_dict(),
-            "frozen_parameters": flags.as_json(flags.now()),
-            "unreduced_parameters": self._m.engine.unreduced(),
+            "requires_grad": self._m.engine.flags_state(),
         }
 
     def report(self, progress: Progress, state: str = "running", **more: Any) -> None:

@@ -99,7 +99,7 @@ def build_machinery(
         parts=parts,
         module_transforms=transforms,
         engine=engine,
-        ranks=RankComparison(experiment, processes, engine, parts),
+        ranks=RankComparison(experiment, processes, engine, parts, store.claim.folder),
         runners=(train, val),
         training=training,
         evaluation=EvaluationStage(experiment, processes, val, records),

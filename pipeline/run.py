@@ -16,7 +16,6 @@ from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateCon
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
 from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
-from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.experiment.persisted import PersistedParts, is_counted, restore_counters
 from pipeline.experiment.pymodules import relocate
 from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
@@ -121,7 +120,7 @@ class _Run:
         experiment = self._assemble(folder, contents)
         self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
         machinery = build_machinery(self._paths, self._processes, experiment, self._store)
-        machinery.ranks.compare("before the first step")
+        machinery.ranks.compare("before the first step", is_start=True)
         machinery.engine.prepare()
         written = read_contents(folder / "settings")
         changed = {name: content for name, content in contents.items() if content != written[name]}
@@ -218,12 +217,11 @@ class _Run:
             self._processes.together(lambda: self._load(machinery, files, progress))
         machinery.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
         machinery.engine.scaler.load_state_dict(run_state["grad_scaler"])
-        # Commits of earlier versions do not hold these two.
-        if "frozen_parameters" in run_state:
-            flags = GradientFlags(machinery.experiment.components.trained_modules)
-            flags.set(flags.from_json(run_state["frozen_parameters"]))
+        # Commits of earlier versions do not hold the flags.
+        if "requires_grad" in run_state:
+            machinery.engine.load_flags(run_state["requires_grad"])
         machinery.ranks.compare("after the last commit was restored", saves=True)
-        machinery.engine.prepare(run_state.get("unreduced_parameters"))
+        machinery.engine.prepare()
         return progress, run_state
 
     def _commit_to_read(self, is_needed: Callable[[str], bool]) -> CommitToRead:

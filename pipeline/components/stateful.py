@@ -13,7 +13,7 @@ class Stateful:
     def save(self, folder: Path) -> None:
         """Write all state into ``folder``, which exists and is empty.
 
-        Called on rank zero for a commit, and after an evaluation on every rank: they must write the same.
+        Called on rank zero for a commit, and on every rank after an evaluation and a resume: all must write the same.
         """
 
     def load(self, folder: Path) -> None:

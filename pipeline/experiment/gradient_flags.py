@@ -34,6 +34,13 @@ class GradientFlags:
     def trained(self, flags: Flags) -> list[nn.Parameter]:
         return [parameter for parameter, is_trained in zip(self.parameters, flags, strict=True) if is_trained]
 
+    def named(self, flags: Flags) -> dict[str, bool]:
+        """Return flags by what they belong to, in words."""
+        return {
+            f"requires_grad of {name!r} in module {module!r}": is_trained
+            for (module, name), is_trained in zip(self._names, flags, strict=True)
+        }
+
     def names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """Return parameters by the name of their module and their own."""
         wanted = set(parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -106,15 +107,21 @@ def hold_together(
 
 
 class HeldFiles:
-    """Committed files, open from the beginning: no later commit can take them away before they are read."""
+    """Committed files, open from the beginning: no later commit can take them away before they are read.
 
-    def __init__(self, paths: ExperimentPaths, manifest: Manifest, entries: Iterable[Entry]) -> None:
-        self._paths, self._manifest = paths, manifest
+    A run that holds the lock opens its files ``lazily``, each when it is read: no other run commits meanwhile, and
+    there may be more files than a process can have open.
+    """
+
+    def __init__(
+        self, paths: ExperimentPaths, manifest: Manifest, entries: Iterable[Entry], *, lazily: bool = False
+    ) -> None:
+        self._paths, self._manifest, self._lazily = paths, manifest, lazily
         self._stored = Generations(paths).stored
         self._files: dict[str, BinaryIO] = {}
         self._intact: set[str] = set()
         with ExitStack() as stack:
-            for entry in entries:
+            for entry in () if lazily else entries:
                 if entry.object not in self._files:
                     self._files[entry.object] = stack.enter_context(self._open(entry))
             self._stack = stack.pop_all()
@@ -135,6 +142,11 @@ class HeldFiles:
             return path.open("rb")
         except OSError as error:
             named = Generations(self._paths).named()
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM):
+                raise PipelineError(
+                    f"{path} cannot be opened: {error.strerror}.\n"
+                    "  fix: restore access, or raise the limit of open files (ulimit -n)."
+                ) from error
             if isinstance(error, FileNotFoundError) and named != self._manifest.generation:
                 raise Overtaken(f"{path} was replaced by a newer commit again and again; try again.") from error
             raise self._damage(path, error.strerror or str(error)) from error
@@ -143,14 +155,20 @@ class HeldFiles:
         """Return what the files of a module hold, once their digests hold; ``target`` is where shards go."""
         opened = {name: self._verified(entry) for name, entry in files.items()}
         stored = self._stored(next(iter(files.values())))
-        return load_tensors(stored, opened[""]) if "" in opened else load_shards(stored.parent, target, opened)
+        try:
+            return load_tensors(stored, opened[""]) if "" in opened else load_shards(stored.parent, target, opened)
+        finally:
+            self._release(files.values())
 
     def copy(self, entry: Entry, target: Path) -> None:
         """Write a file's content to another place, once its digest holds."""
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(self._verified(entry).read())
+        self._release([entry])
 
     def _verified(self, entry: Entry) -> BinaryIO:
+        if self._lazily and entry.object not in self._files:
+            self._files[entry.object] = self._stack.enter_context(self._open(entry))
         file = self._files[entry.object]
         file.seek(0)
         if entry.object not in self._intact:
@@ -160,9 +178,15 @@ class HeldFiles:
             file.seek(0)
         return file
 
+    def _release(self, entries: Iterable[Entry]) -> None:
+        """Close files that can be opened again."""
+        for entry in entries if self._lazily else ():
+            self._files.pop(entry.object).close()
+
     def verify(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             self._verified(entry)
+            self._release([entry])
 
     def trust(self, entries: Iterable[Entry]) -> None:
         """Take files for intact that another process has verified."""

@@ -68,7 +68,7 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
 
     Files of shards are many and large, and each rank reads parts of them: one rank verifies each for all others.
     """
-    held = processes.together(lambda: _hold(paths, commit, processes))
+    held = HeldFiles(paths, commit.manifest, commit.files.values(), lazily=True)
     folder = commit.scratch / f"restored_{processes.rank}"
     try:
         _verify_shards(commit, held, processes)
@@ -78,11 +78,6 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
         held.close()
         # What is left here goes with the claim.
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _hold(paths: ExperimentPaths, commit: CommitToRead, processes: Processes) -> HeldFiles:
-    with _naming_host(processes):
-        return HeldFiles(paths, commit.manifest, commit.files.values())
 
 
 def _verify_shards(commit: CommitToRead, held: HeldFiles, processes: Processes) -> None:

@@ -163,7 +163,7 @@ def _select_facts(start: dict[str, Any]) -> dict[str, Any]:
     if facts.get("cpus") == facts.get("devices"):
         # The run is on CPUs: one of the two is enough.
         facts.pop("cpus", None)
-    if _list_kinds(facts.get("devices")) == {platform.machine()}:
+    if _list_kinds(facts.get("devices")) in ({platform.machine()}, {platform.processor()}):
         # Older versions recorded the architecture alone, so the model is unknown.
         facts.pop("devices")
     return facts

@@ -48,7 +48,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
     Integers of 64 bits would lose their highest bit: two flipped signs of float64 numbers would cancel out.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
 
 

@@ -115,10 +115,11 @@ class Processes:
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         """Give a tensor the values that it has on rank zero, in place."""
-        if self.world_size > 1:
-            sent = tensor.detach().contiguous()
-            dist.broadcast(sent, src=0)
-            tensor.detach().copy_(sent)
+        if self.world_size > 1 and tensor.numel():
+            sent = tensor.detach().contiguous().reshape(-1)
+            # As bytes: backends do not know all types.
+            dist.broadcast(sent.view(torch.uint8), src=0)
+            tensor.detach().copy_(sent.view_as(tensor))
 
     def gather(self, value: Result) -> list[Result]:
         """Return every rank's value on every rank, in rank order."""

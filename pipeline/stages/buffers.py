@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.runtime.processes import Processes
 from pipeline.stages.sums import BatchSums
 
@@ -133,13 +134,17 @@ class OtherBuffers:
 
 @contextmanager
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave every buffer as it was, whatever is done to it meanwhile."""
+    """Leave every buffer and every requires_grad flag as it was, whatever is done to it meanwhile."""
+    modules = list(modules)
+    flags = GradientFlags({str(index): module for index, module in enumerate(modules)})
+    trained = flags.now()
     layers = [layer for module in modules for layer in module.modules()]
     before = [(layer, dict(layer._buffers)) for layer in layers if layer._buffers]
     values = [{name: one.clone() for name, one in buffers.items() if one is not None} for _, buffers in before]
     try:
         yield
     finally:
+        flags.set(trained)
         for (layer, buffers), kept in zip(before, values, strict=True):
             layer._buffers.update(buffers)
             for name, value in kept.items():

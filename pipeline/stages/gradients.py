@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +19,7 @@ from pipeline.experiment.gradient_flags import Flags, FrozenNames, GradientFlags
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.buffers import StepBuffers, kept_buffers
-from pipeline.stages.rank_differences import flag_values, refuse_differences
+from pipeline.stages.rank_differences import refuse_differences
 from pipeline.stages.sums import BatchSums, nothing
 
 _MOST_CONSTANTS = 256
@@ -67,9 +67,10 @@ class GradientEngine(ABC):
     NaN), was asked to stop or wants a commit, whether its requires_grad flags have changed, and which weights any of
     them has used. How it and the gradients are added is what engines differ in.
 
-    The flags may change between steps. An engine reduces the weights that were trained when it was set up. In the step
-    after a change, the weights that are new are reduced in a collective of their own, and then the engine is set up
-    again. Ranks enter that collective only after the message has said that all of them have changed.
+    The flags may change between steps; what a batch changes is undone after it, because other ranks run other batches.
+    An engine reduces the weights that were trained when it was set up. In the step after a change, the weights that are
+    new are reduced in a collective of their own, and then the engine is set up again. Ranks enter that collective only
+    after they have compared their flags, which all of them do once a message says that a rank has others than before.
     """
 
     # torch averages over the ranks, but a step's loss is already normalised by the items of all of them.
@@ -85,6 +86,7 @@ class GradientEngine(ABC):
         self._clip_norm = training.grad_clip_norm
         modules = experiment.components.trained_modules
         self._flags = GradientFlags(modules)
+        self._built = self._to_reduce = self._flags.now()
         self._buffers = StepBuffers(list(modules.values()), processes, new_sums)
         self._parameters = {
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -95,17 +97,25 @@ class GradientEngine(ABC):
         self._one = torch.ones((), device=processes.device)
         self._action = nothing
 
-    def prepare(self, frozen: FrozenNames | None = None) -> None:
-        """Set up the reduction once initial or committed weights are there.
+    def flags_state(self) -> dict[str, FrozenNames]:
+        """Return what a commit holds of the flags, as the parameters that do not have them.
 
-        ``frozen`` is what ``unreduced`` said when the last commit was made. A run that continues must reduce its first
-        step as the one before would have: rounding depends on which gradients are added together.
+        A run that continues must reduce its first step as the one before would have: rounding depends on which
+        gradients are added together. How modules were built tells whether an edited copy builds them differently.
         """
-        self._set_up(self._flags.now() if frozen is None else self._flags.from_json(frozen))
+        states = {"now": self._flags.now(), "reduced": self._reduced, "built": self._built}
+        return {name: self._flags.as_json(flags) for name, flags in states.items()}
 
-    def unreduced(self) -> FrozenNames:
-        """Return the parameters that the reduction, as it is set up, leaves out."""
-        return self._flags.as_json(self._reduced)
+    def load_flags(self, state: Mapping[str, FrozenNames]) -> None:
+        """Set the flags as they were committed, but for those that an edited copy has changed since."""
+        was_built = self._flags.from_json(state["built"])
+        committed = zip(self._built, was_built, self._flags.from_json(state["now"]), strict=True)
+        self._flags.set(tuple(now if now != before else flag for now, before, flag in committed))
+        self._to_reduce = self._flags.from_json(state["reduced"])
+
+    def prepare(self) -> None:
+        """Set up the reduction once initial or committed weights are there."""
+        self._set_up(self._to_reduce)
 
     def _set_up(self, flags: Flags) -> None:
         """Reduce the weights with these flags from now on."""
@@ -143,13 +153,22 @@ class GradientEngine(ABC):
         self._buffers.begin_step(num_batches)
         self._wishes, self._finite = Wishes(), list[torch.Tensor]()
         self._trained = self._flags.now()
-        self._has_new_flags = self._trained != self._reduced
+        self._has_new_flags, self._has_compared_flags = self._trained != self._reduced, False
         self._unfrozen = self._newly_trained() if self._has_new_flags else []
 
     def _newly_trained(self) -> list[nn.Parameter]:
         """Return the weights that are trained now, but are not part of the reduction yet."""
         reduced = set(self._weights)
-        return [weight for weight in self._flags.trained(self._trained) if weight not in reduced]
+        unfrozen = [weight for weight in self._flags.trained(self._trained) if weight not in reduced]
+        optimised = {parameter for own in self._parameters.values() for parameter in own}
+        lost = [weight for weight in unfrozen if weight not in optimised]
+        if lost:
+            raise PipelineError(
+                f"Parameters that require a gradient must be in an optimizer, but {', '.join(self._flags.names(lost))} "
+                "require one since this step and are in none.\n"
+                "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not."
+            )
+        return unfrozen
 
     def backward(self, position: int, compute: Compute, wishes: Wishes | None) -> None:
         """Add the gradients of one batch of the step; the rank's last batch brings its wishes."""
@@ -168,6 +187,21 @@ class GradientEngine(ABC):
     def _add(self, compute: Compute, wishes: Wishes | None) -> None:
         self._wishes = wishes or self._wishes
         self._backward(compute, is_last=wishes is not None)
+        if self._flags.now() != self._trained:
+            self._undo_flags()
+
+    def _undo_flags(self) -> None:
+        """Take back what a batch did to the flags; refuse gradients of weights that no rank reduces in this step."""
+        reduced = {*self._weights, *self._unfrozen}
+        stray = [one for one in self._flags.trained(self._flags.now()) if one not in reduced and one.grad is not None]
+        if stray:
+            names = ", ".join(self._flags.names(stray))
+            raise PipelineError(
+                f"requires_grad must not be switched on by a batch, but it was for {names}: "
+                "processes that run other batches would not know.\n"
+                "  fix: switch it on between steps, for example in after_train_step of a scheduler."
+            )
+        self._flags.set(self._trained)
 
     def _backward(self, compute: Compute, *, is_last: bool) -> None:
         """Add the gradients of a batch, or of none."""
@@ -238,23 +272,16 @@ class GradientEngine(ABC):
         return [one for name, one in named if any(own.grad is not None for own in self._parameters[name])]
 
     def _reduce_unfrozen(self, message: torch.Tensor) -> None:
-        """Reduce the gradients of weights that are trained since this step, once all ranks have said so."""
+        """Reduce the gradients of weights that are trained since this step, once all ranks have the same flags."""
         self._check_flags(float(message[_NEW_FLAGS]))
-        optimised = {parameter for own in self._parameters.values() for parameter in own}
-        lost = [weight for weight in self._unfrozen if weight not in optimised]
-        if lost:
-            raise PipelineError(
-                f"Parameters that require a gradient must be in an optimizer, but {', '.join(self._flags.names(lost))} "
-                "require one since this step and are in none.\n"
-                "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not."
-            ).shared()
         if self._unfrozen:
             self._sum_unfrozen()
 
     def _check_flags(self, changed: float) -> None:
-        """Refuse flags that have changed on some ranks only; called by all ranks once they know of it."""
-        if 0 < round(changed * self.message_scale) < self._processes.world_size:
-            refuse_differences(self._processes, flag_values(self._experiment), "in a training step")
+        """Refuse flags that are not the same on all ranks; called by all of them, and done once per step."""
+        if changed > 0 and not self._has_compared_flags:
+            self._has_compared_flags = True
+            refuse_differences(self._processes, self._flags.named(self._trained), "in a training step")
 
     def _sum_unfrozen(self) -> None:
         """Let every rank have the newly trained weights' gradients of all batches, scaled like the others."""

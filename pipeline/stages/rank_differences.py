@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import io
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from pipeline.runtime.shard_index import is_sharded
 _REASONS = (
     "a value drawn at import from a generator of its own, such as np.random.default_rng(), whose seed differs per rank",
     "a file that is not the same on every machine, or an old version of it in the cache of a network file system",
+    "a time, a path or a set in what save() of a component writes",
     "code that depends on the rank, on a batch or on the time: in a scheduler, a policy, an optimizer or a module",
     "unequal or faulty hardware",
 )
@@ -71,8 +74,12 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def extra_state_values(experiment: Experiment) -> dict[str, str]:
     """Return what layers save beside tensors."""
+    return {name: fingerprint(layer.get_extra_state()) for name, layer in layers_with_extra_state(experiment).items()}
+
+
+def layers_with_extra_state(experiment: Experiment) -> dict[str, nn.Module]:
     return {
-        f"extra state of {path or 'the whole'!r} in module {module_name!r}": fingerprint(layer.get_extra_state())
+        f"extra state of {path or 'the whole'!r} in module {module_name!r}": layer
         for module_name, module in experiment.components.all_modules.items()
         for path, layer in module.named_modules()
         if type(layer).get_extra_state is not nn.Module.get_extra_state
@@ -120,10 +127,22 @@ def _place(path: tuple[Any, ...], parameters: list[str], groups: list[dict[str, 
     return f"value {'.'.join(map(str, path))!r}"
 
 
-def tensor_values(tensors: Tensors) -> dict[str, tuple[int, str, tuple[int, ...]]]:
+def tensor_values(tensors: Tensors) -> dict[str, tuple[Hashable, str, tuple[int, ...]]]:
     """Return what is compared of tensors: a checksum of their bits, their type and their shape."""
-    found = checksums(list(tensors.values()))
+    plain = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
+    found: dict[str, Hashable] = dict(zip(plain, checksums(list(plain.values())), strict=True))
     return {
-        name: (checksum, str(tensor.dtype), tuple(tensor.shape))
-        for (name, tensor), checksum in zip(tensors.items(), found, strict=True)
+        name: (found[name] if name in found else _saved_digest(tensor), str(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in tensors.items()
     }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _saved_digest(tensor: torch.Tensor) -> str:
+    """Return a digest of a sparse, quantised or nested tensor, which has no bits in one place."""
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu(), buffer)
+    return hashlib.sha256(buffer.getvalue()).hexdigest()

@@ -66,6 +66,7 @@ class LongEpoch:
             paths, Processes(), experiment, ResultsStore(paths, Disk(), RunLock(paths).claim)
         )
         self._machinery.create_module_transforms()
+        self._machinery.engine.prepare()
         self._steps = self._run()
         next(self._steps)
         self._machinery.training.flush()

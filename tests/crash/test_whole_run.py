@@ -168,10 +168,10 @@ def test_full_disk_in_mid_run_is_told_and_survived(tmp_path: Path) -> None:
     reference, home = tmp_path / "reference", tmp_path / "full"
     fail_at = undisturbed(reference) // 2
     write_experiment(home)
-    with pytest.raises(PipelineError, match=r"No space left on device(?s:.*)--resume"):
+    with pytest.raises(PipelineError, match=r"No space left on device(?s:.*)--auto"):
         run_inside(home, disk=FailingDisk(fail_at, for_ever=True))
     gc.collect()
-    assert run_inside(home, "--resume").is_finished
+    assert run_inside(home, "--auto").is_finished
     assert first_difference(reference / DATA, home / DATA) is None
 
 

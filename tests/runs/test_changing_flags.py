@@ -171,6 +171,49 @@ def test_unfrozen_weight_without_an_optimizer_is_refused(tmp_path: Path) -> None
     assert "must be in an optimizer, but head_b.weight, head_b.bias require one" in done.stderr
 
 
+def branch_transforms(switches: str) -> dict[str, str | None]:
+    """Return module transforms that switch flags in their forward passes, each for the head of its own dataset."""
+    return {
+        "pymodules/module_transforms/a.py": FILES["pymodules/module_transforms/a.py"].replace(
+            "outputs =", f"{switches}\n                outputs ="
+        )
+    }
+
+
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_flags_that_a_batch_switches_off_are_on_again(tmp_path: Path, nproc: int) -> None:
+    """Other processes run other batches, so that flags of a forward pass end with it: the bits are those without."""
+    switches = """for name in ("head_a", "head_b"):
+                    modules[name].requires_grad_(name == self.head)"""
+    write_experiment(tmp_path / "plain")
+    write_experiment(tmp_path / "switched", files=branch_transforms(switches))
+    for name in ("plain", "switched"):
+        run_at(tmp_path / name, nproc, "--stop-after-epoch", "1")
+    assert first_difference(tmp_path / "plain" / DATA, tmp_path / "switched" / DATA) is None
+
+
+def test_flag_that_a_batch_switches_on_is_refused(tmp_path: Path) -> None:
+    """A gradient that no other process knows of would never be reduced; the message names the weight."""
+    files = branch_transforms('modules["head_b"].requires_grad_(True)')
+    files["pymodules/modules/head_b.py"] = FILES_THAT_CHANGE_FLAGS["pymodules/modules/head_b.py"]
+    write_experiment(tmp_path, files=files)
+    done = run_process(tmp_path)
+    assert done.returncode == 1
+    assert "must not be switched on by a batch, but it was for head_b.weight, head_b.bias" in done.stderr
+
+
+def test_edited_copy_may_freeze_and_unfreeze(tmp_path: Path) -> None:
+    """What an accepted edit builds differently wins over the committed flags; all else is as it was committed."""
+    write_experiment(tmp_path, files=FILES_THAT_CHANGE_FLAGS)
+    run_at(tmp_path, 1, "--stop-after-epoch", "2")
+    copy = tmp_path / "experiment_results/tiny/pymodules/modules/trunk.py"
+    copy.write_text(copy.read_text() + "module[1].requires_grad_(False)\n")
+    run_at(tmp_path, 1, "--resume", "--accept-edited-copy")
+    before, after = (read_any(tmp_path / DATA / f"module_ckps/{pool}/trunk.pt") for pool in ("epoch_2", "last"))
+    assert torch.equal(before["1.weight"], after["1.weight"]), "frozen by the edit"
+    assert not torch.equal(before["0.weight"], after["0.weight"]), "still unfrozen, as committed"
+
+
 IDLE_OPTIMIZER: dict[str, str | None] = {
     "pymodules/modules/idle.py": """
         import torch

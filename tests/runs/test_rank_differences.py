@@ -87,6 +87,7 @@ NAMED = {
     "scaler": "in the state of the gradient scaler",
     "rate": "in 'lr' of group 'heads' of optimizer 'heads'",
     "flag": "in requires_grad of 'weight' in module 'head_b'",
+    "other flags": "in requires_grad of 'weight' in module 'head_a'",
     "scheduler": "in the file sched_data/trunk/state.json that save() writes",
     "weighter": "in loss weight of register 'loss_a' (loss_weighter.py)",
     "restore": "in weight '0.weight' of module 'stem'",
@@ -105,7 +106,7 @@ def test_one_flipped_bit_on_one_of_three_ranks_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, str] = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 26
+    assert len(found) == 28
     for case, message in found.items():
         expected = f"rank 1 differs from ranks 0 and 2 {NAMED[case.split(', ')[1]]}"
         assert message.startswith("RanksDiffer: Ranks must be equal, but " + expected), f"{case}: {message}"

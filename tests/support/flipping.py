@@ -69,6 +69,12 @@ def flip_flag(machinery: Machinery) -> None:
     machinery.experiment.components.all_modules["head_b"].requires_grad_(False)
 
 
+def flip_flags_everywhere(machinery: Machinery) -> None:
+    """All ranks change flags, but not the same."""
+    name = "head_b" if machinery.processes.rank == FLIPPED_RANK else "head_a"
+    machinery.experiment.components.all_modules[name].requires_grad_(False)
+
+
 def flip_scheduler(machinery: Machinery) -> None:
     """The warm-up is over by then, so that the rates do not show it: only what is saved does."""
     machinery.experiment.schedulers["trunk"].full_rates[0] *= 1 + 2**-52
@@ -85,6 +91,7 @@ WHOLE: dict[str, Callable[[Machinery], None]] = {
     "scaler": flip_scaler,
     "rate": flip_rate,
     "flag": flip_flag,
+    "other flags": flip_flags_everywhere,
     "scheduler": flip_scheduler,
     "weighter": flip_weighter,
 }
@@ -106,7 +113,8 @@ class Flipper(Witness):
         self._machinery, self._flip = machinery, flip_state
 
     def step_begins(self, epoch: int, step: int) -> None:
-        if (epoch, step) == (2, 2) and self._machinery.processes.rank == FLIPPED_RANK:
+        is_flipped = self._machinery.processes.rank == FLIPPED_RANK or self._flip is flip_flags_everywhere
+        if (epoch, step) == (2, 2) and is_flipped:
             self._flip(self._machinery)
 
 

@@ -51,7 +51,7 @@ def test_full_disk_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(PipelineError, match="No space left on device") as raised:
         Disk().write(tmp_path / "weights.pt", bytes_writer(b"x"))
     assert "weights.pt" in str(raised.value)
-    assert "--resume" in str(raised.value)
+    assert "--auto" in str(raised.value)
 
 
 def test_removing_a_tree_never_follows_links(tmp_path: Path) -> None:
