@@ -7,7 +7,7 @@ WORKERS ?= -n 2 --dist worksteal
 # The long ones wait even more.
 LONG_WORKERS ?= -n 3 --dist worksteal
 
-.PHONY: demo test test-all check bench pictures clean
+.PHONY: demo test test-all campaign check bench pictures clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,13 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest $(LONG_WORKERS) -m slow --durations=20
+
+# More kills than CI can afford; SEED repeats a campaign's draws.
+SEED ?= 0
+campaign: .venv/installed
+	$(BIN)/python -m tests.crash lives --nproc 2 --kills 100 --seed $(SEED)
+	$(BIN)/python -m tests.crash lives --nproc 4 --kills 100 --seed $(SEED)
+	$(BIN)/python -m tests.crash kills --nproc 4 --kills 100 --seed $(SEED)
 
 check: .venv/installed
 	$(BIN)/ruff check .

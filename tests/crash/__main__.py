@@ -1,6 +1,7 @@
-"""Campaigns of faults against real runs: ``python -m tests.crash kills|ranks|signals [--nproc N] …``.
+"""Campaigns of faults against real runs: ``python -m tests.crash kills|lives|ranks|signals [--nproc N] …``.
 
     kills    SIGKILL of everything, half of the time at random instants and half of the time inside a write
+    lives    SIGKILL of everything at any instant of a life, from the start of its first process to its end
     ranks    single processes killed, frozen or orphaned, in every phase, in a random order
     signals  all ways of being asked to stop, in a random order
 
@@ -32,7 +33,7 @@ def main() -> int:
     """Run a campaign and return 1 if anything failed."""
     arguments = _parse()
     folder = Path(tempfile.mkdtemp(prefix=f"crash_{arguments.kind}_", dir=arguments.folder))
-    table = _kill(arguments, folder) if arguments.kind == "kills" else _live_through(arguments, folder)
+    table = _kill(arguments, folder) if arguments.kind in ("kills", "lives") else _live_through(arguments, folder)
     for name, value in table.items():
         print(f"  {name.replace('_', ' '):24} {value}")
     if arguments.json:
@@ -46,7 +47,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["kills", "ranks", "signals"])
+    parser.add_argument("kind", choices=["kills", "lives", "ranks", "signals"])
     parser.add_argument("--nproc", type=int, default=2, help="processes of each run")
     parser.add_argument("--kills", type=int, default=100, help="how many kills to survive")
     parser.add_argument(
@@ -75,7 +76,8 @@ def _json_or_text(text: str) -> Any:
 
 
 def _kill(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    campaign = Campaign(folder, arguments.nproc, arguments.seed, training=_training(arguments))
+    anywhere = arguments.kind == "lives"
+    campaign = Campaign(folder, arguments.nproc, arguments.seed, training=_training(arguments), anywhere=anywhere)
     with tqdm(total=arguments.kills, desc=f"kills at {arguments.nproc} processes", unit="kill") as bar:
         try:
             for _ in campaign.run(arguments.kills):

@@ -84,6 +84,20 @@ def live(home: Path, nproc: int, aim: str, draw: random.Random) -> Life:
     return Life(aim, was_killed, was_killed and was_writing, committed(home), left)
 
 
+def live_anywhere(home: Path, nproc: int, seconds: float, draw: random.Random) -> Life:
+    """Start or continue a run and kill it at any instant of a life that takes so long, its start-up included."""
+    instant = time.monotonic() + draw.uniform(0, seconds)
+    with BackgroundRun(home, "--auto", nproc=nproc) as run:
+        while time.monotonic() < instant and run.process.poll() is None:
+            time.sleep(0.002)
+        was_killed = run.process.poll() is None
+        run.strike()
+        was_writing, left = is_writing(home), [describe(pid) for pid in run.left_alive()]
+        if not was_killed and run.process.returncode != 0:
+            raise AssertionError(f"a run ended by itself with {run.process.returncode}:\n{run.text()}")
+    return Life("anywhere", was_killed, was_killed and was_writing, committed(home), left)
+
+
 def _wait_for_instant(home: Path, run: BackgroundRun, aim: str, draw: random.Random) -> None:
     if aim == "random":
         time.sleep(draw.uniform(0, 0.4))
@@ -96,12 +110,20 @@ def _wait_for_instant(home: Path, run: BackgroundRun, aim: str, draw: random.Ran
     time.sleep(draw.uniform(0, 0.03))
 
 
-def survive_kills(home: Path, nproc: int, num_kills: int, seed: int) -> Iterator[Life]:
-    """Kill a run up to ``num_kills`` times, by turns anywhere and inside a write, and let it finish."""
+def survive_kills(home: Path, nproc: int, num_kills: int, seed: int, seconds: float | None = None) -> Iterator[Life]:
+    """Kill a run up to ``num_kills`` times and let it finish.
+
+    By turns at random and inside a write, each time after new commits; with the ``seconds`` that a life takes, at any
+    instant of it, so that many kills come before the first commit.
+    """
     draw = random.Random(seed)
     for number in range(num_kills):
-        if not is_finished(home):
+        if is_finished(home):
+            break
+        if seconds is None:
             yield live(home, nproc, "write" if number % 2 else "random", draw)
+        else:
+            yield live_anywhere(home, nproc, seconds, draw)
     done = run_process(home, "--auto", nproc=nproc)
     assert done.returncode == 0, done.stderr
 
@@ -110,7 +132,8 @@ class Campaign:
     """Rounds of one experiment, each with a seed of its own, until enough kills were survived.
 
     ``undisturbed`` has homes of runs that were never killed, by their seed; those that are missing are run.
-    ``training`` is what the experiment has in training.json beside its own.
+    ``training`` is what the experiment has in training.json beside its own. Kills ``anywhere`` come at any instant of
+    a life, from the start of its first process on.
     """
 
     def __init__(
@@ -120,7 +143,10 @@ class Campaign:
         seed: int,
         undisturbed: Mapping[int, Path] | None = None,
         training: Mapping[str, Any] | None = None,
+        *,
+        anywhere: bool = False,
     ) -> None:
+        self._anywhere = anywhere
         self._folder, self._nproc, self._seed = folder, nproc, seed
         self._undisturbed, self._training = undisturbed or {}, training or {}
         self.table = Table(nproc, seed)
@@ -132,14 +158,18 @@ class Campaign:
             home = self._folder / f"round_{self.table.rounds}"
             seed = self._seed + self.table.rounds - 1
             prepare(home, **{**self._training, "seed": seed})
-            for life in survive_kills(home, self._nproc, num_kills - self.table.kills, seed):
-                # It has committed, so all kills before it were resumed from.
-                self.table.resumed = self.table.kills
+            began = time.monotonic()
+            reference = self._undisturbed.get(seed) or self._run_undisturbed(seed)
+            seconds = time.monotonic() - began if self._anywhere else None
+            for life in survive_kills(home, self._nproc, num_kills - self.table.kills, seed, seconds):
+                # A life that is killed after commits of its own has resumed; of others the last one tells.
+                if not self._anywhere:
+                    self.table.resumed = self.table.kills
                 self._count(life)
                 if life.was_killed:
                     yield life
             self.table.resumed = self.table.kills
-            self._conclude(self._undisturbed.get(seed) or self._run_undisturbed(seed), home)
+            self._conclude(reference, home)
 
     def _count(self, life: Life) -> None:
         self.table.kills += life.was_killed

@@ -181,11 +181,15 @@ def _numbers(path: Path) -> list[int]:
 
 
 def left_over(reference: Path, home: Path) -> list[Path]:
-    """Return what a finished experiment should not have: temporary files, strays, names the reference has not."""
+    """Return what a finished experiment should not have, anywhere below the data home.
+
+    Temporary files, strays, names the reference has not, and hidden entries, as starts and resets make them.
+    """
     names = {path.name for path in (reference / RESULTS).iterdir()}
     foreign = [path for path in (home / RESULTS).iterdir() if path.name not in names]
     found = inspect(ExperimentPaths(home, "tiny"), PersistedParts.is_needed)
-    return list(dict.fromkeys(chain(foreign, found.strays, (home / RESULTS / "temp_data").iterdir())))
+    hidden = [path for path in home.rglob(".*") if path.name != ".metadata"]
+    return list(dict.fromkeys(chain(foreign, found.strays, hidden, (home / RESULTS / "temp_data").iterdir())))
 
 
 def check_same(reference: Path, home: Path) -> None:

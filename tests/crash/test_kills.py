@@ -49,3 +49,13 @@ def test_kills_are_as_harmless_with_other_engines(tmp_path: Path, nproc: int, tr
     campaign = Campaign(tmp_path, nproc, SEED, training=training)
     assert len(list(campaign.run(4))) == 4
     assert campaign.table.is_passed, campaign.table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_kills_at_any_instant_of_a_life_lock_nobody_out(tmp_path: Path, nproc: int) -> None:
+    """Killed while it starts, finds other processes, trains or ends, a run starts again and leaves nothing behind."""
+    campaign = Campaign(tmp_path, nproc, SEED, anywhere=True)
+    assert len(list(campaign.run(4))) == 4
+    assert campaign.table.is_passed, campaign.table
