@@ -236,7 +236,7 @@ class _Run:
             raise DamagedResults(f"{named}\n  fix: restore it from a backup, or start again with --reset.") from error
 
     def _restore_counters(self, machinery: Machinery) -> None:
-        """Let every rank load what was counted, also where it was counted: a resumed run cannot see anything else."""
+        """Let every rank load the committed counts, rank zero too, so that a run sees what a resumed one would see."""
         commit = self._processes.on_rank_zero(lambda: self._commit_to_read(is_counted))
         with committed_files(self._paths, self._processes, commit) as files:
             restore_counters(machinery.experiment.components, files.folder)

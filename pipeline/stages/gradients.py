@@ -75,8 +75,6 @@ class GradientEngine(ABC):
 
     # torch averages over the ranks, but a step's loss is already normalised by the items of all of them.
     loss_scale = 1
-    # What a message must be multiplied with to count ranks.
-    message_scale = 1
 
     def __init__(
         self, experiment: Experiment, processes: Processes, new_sums: Callable[[list[torch.Tensor]], BatchSums]
@@ -250,7 +248,7 @@ class GradientEngine(ABC):
             for optimizer in self._optimizers_with_gradients():
                 self.scaler.unscale_(optimizer)
         verdict = self._judge(message)
-        # Only now are gradients gone that exist because the reduction filled them: with one process there are none.
+        # Weights that no rank has used have lost the gradients that the reduction gave them; one process gives none.
         stepping = self._optimizers_with_gradients()
         if self._updates_draw:
             key_generators(*key)
@@ -292,7 +290,7 @@ class GradientEngine(ABC):
             # Ranks add what lies in memory, which must be in the same order on all of them.
             total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
             if weight.grad is not None:
-                total.copy_(weight.grad).mul_(1 / self.message_scale)
+                total.copy_(weight.grad).mul_(1 / self.loss_scale)
             weight.grad = torch.empty_like(weight).copy_(self._processes.sum(total))
         self._forget_if_unused(self._unfrozen, are_used)
 

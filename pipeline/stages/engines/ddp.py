@@ -83,7 +83,7 @@ class DdpEngine(GradientEngine):
 
     def __init__(self, experiment: Experiment, processes: Processes) -> None:
         super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
-        self.loss_scale = self.message_scale = processes.world_size
+        self.loss_scale = processes.world_size
         self._ddp: DistributedDataParallel | None = None
         self._sums_under_way: list[Callable[[], object]] = []
 
