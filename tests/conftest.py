@@ -20,6 +20,11 @@ from tests.support.running import end_launched, run_inside
 # Trackers set variables of their own, and must not talk to anyone.
 os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
 
+# Under nohup or in the background, signals are ignored by whoever starts the tests, and so by all processes of theirs.
+for _number in STOP_SIGNALS:
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.results.manifest import MANIFEST_FILE, Manifest, sealed_json
+from pipeline.results.manifest import MANIFEST_FILE, Manifest, State, sealed_json
 from pipeline.results.store import ResultsStore
 from pipeline.runtime.durable import Changes, bytes_writer
 from tests.crash.test_store import POWER_CUTS, cut_everywhere, kill_everywhere
@@ -119,3 +119,18 @@ def test_store_that_does_not_sync_its_folders_is_caught(tmp_path: Path, monkeypa
 
     with pytest.raises((AssertionError, PipelineError)):
         cut_everywhere(tmp_path, POWER_CUTS, Careless)
+
+
+class StatesWithoutSync(ResultsStore):
+    """Replaces state.json and goes on before its folder is synced."""
+
+    def _replace_state(self, manifest: Manifest) -> None:
+        state, staging = State(manifest.generation, manifest.progress), self.claim.folder / "state.json"
+        self._disk.write(staging, bytes_writer(sealed_json(state.as_json())))
+        self._disk.rename(staging, self._paths.state_file)
+
+
+def test_state_that_is_not_synced_is_caught(tmp_path: Path) -> None:
+    """A power cut brings the old state.json back, and with it a commit that is older than was promised."""
+    with pytest.raises((AssertionError, PipelineError)):
+        cut_everywhere(tmp_path, POWER_CUTS, StatesWithoutSync)

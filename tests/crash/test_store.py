@@ -19,7 +19,7 @@ from pipeline.runtime.durable import Disk
 from tests.crash.life import NUM_COMMITS, Life, check, make, survive
 from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk, PowerCutDisk, StutteringDisk
 
-POWER_CUTS = ["data", "zeros", "names", "creations"]
+POWER_CUTS = ["data", "zeros", "names", "creations", "replaced"]
 REFUSALS = [
     (errno.ENOSPC, True),
     *(

@@ -146,7 +146,7 @@ def test_run_ended_at_some_operations_ends_the_same(tmp_path: Path) -> None:
 @pytest.mark.timeout(1500)
 def test_run_ended_at_every_operation_ends_the_same(tmp_path: Path) -> None:
     """Every single file operation, from the first folder to the last commit, and every kind of power cut."""
-    aftermath = survive_everything(tmp_path, ["kill", "data", "zeros", "names", "creations"], stride=1)
+    aftermath = survive_everything(tmp_path, ["kill", "data", "zeros", "names", "creations", "replaced"], stride=1)
     assert aftermath.cases > 5000
 
 

@@ -105,12 +105,16 @@ class PowerCutDisk(CountingDisk):
         self._contents: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {}
         self._folders: set[int] = set()
+        # What stood under a name before the latest rename to it that is not synced, by folder and name.
+        self._replaced: dict[tuple[int, str], int] = {}
         for path in [top, *top.rglob("*")]:
             self._sync_names(path) if path.is_dir() else self._sync_content(path)
 
     def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
         if len(self.operations) >= self._cut_at:
             raise Killed
+        if operation == "rename to" and path.is_file():
+            self._replaced[path.parent.stat().st_ino, path.name] = path.stat().st_ino
         result = super().perform(operation, path, action)
         if operation == "sync":
             self._sync_content(path)
@@ -126,31 +130,36 @@ class PowerCutDisk(CountingDisk):
     def _sync_names(self, path: Path) -> None:
         # Files for onlookers come and go beside the disk.
         entries = {entry.name: entry.lstat() for entry in path.iterdir() if "status.json" not in entry.name}
-        self._names[path.stat().st_ino] = {name: facts.st_ino for name, facts in entries.items()}
+        folder = path.stat().st_ino
+        self._names[folder] = {name: facts.st_ino for name, facts in entries.items()}
+        self._replaced = {place: inode for place, inode in self._replaced.items() if place[0] != folder}
         self._folders |= {facts.st_ino for facts in entries.values() if stat.S_ISDIR(facts.st_mode)}
 
     def survivors(self, how: str, target: Path) -> None:
         """Build what is found after the power cut in ``target``.
 
         ``data``: unsynced content is gone, all names are there; ``zeros``: the same, with zeros in its place;
-        ``names``: unsynced names are gone or back as well; ``creations``: of these, only removals have survived.
+        ``names``: unsynced names are gone or back as well; ``creations``: of these, only removals have survived;
+        ``replaced``: all names are there, but those that were renamed to and not synced stand for what they stood for.
         """
         self._built: dict[int, Path] = {}
-        if how in ("data", "zeros"):
-            self._copy_present(self._top, target, zeros=how == "zeros")
+        if how in ("data", "zeros", "replaced"):
+            self._copy_present(self._top, target, how)
         else:
             self._copy_synced(self._top.stat().st_ino, self._top if how == "creations" else None, target)
 
-    def _copy_present(self, folder: Path, target: Path, *, zeros: bool) -> None:
+    def _copy_present(self, folder: Path, target: Path, how: str) -> None:
         target.mkdir()
         for entry in folder.iterdir():
             if "status.json" in entry.name:
                 continue
             if entry.is_dir():
-                self._copy_present(entry, target / entry.name, zeros=zeros)
+                self._copy_present(entry, target / entry.name, how)
             else:
-                lost = bytes(entry.stat().st_size) if zeros else b""
-                self._put(entry.stat().st_ino, target / entry.name, lost)
+                lost = bytes(entry.stat().st_size) if how == "zeros" else b""
+                replaced = self._replaced if how == "replaced" else {}
+                inode = replaced.get((folder.stat().st_ino, entry.name), entry.stat().st_ino)
+                self._put(inode, target / entry.name, lost)
 
     def _copy_synced(self, inode: int, present: Path | None, target: Path) -> None:
         target.mkdir()
