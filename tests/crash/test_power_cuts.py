@@ -96,7 +96,7 @@ def survive_cut(home: Path, reference: Path, promised: int) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
 def test_power_cuts_lose_no_commit(tmp_path: Path, kind: str) -> None:
     """Whatever instant the power fails at, promised commits are there, and the run ends with the same bits."""
     if reason := why_not(kind):
