@@ -16,7 +16,7 @@ LONG_WORKERS ?= -n 3 --dist worksteal
 
 demo: .venv/installed
 	$(BIN)/python -m pipeline new digits --data-home demo --exist-ok
-	$(BIN)/torchrun --nproc-per-node=2 training_pipeline.py digits --data-home demo --reset
+	$(BIN)/torchrun --nproc-per-node=2 training_pipeline.py digits --data-home demo --reset --device cpu
 
 test: .venv/installed
 	$(BIN)/python -m pytest $(WORKERS) --durations=15

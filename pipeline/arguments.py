@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from pipeline.errors import UsageError
 from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home, settings_names
 
+DEVICE_HELP = "cpu: do not use the accelerators of this machine (default: one for each process, if there are any)"
 START, RESUME, RESET, AUTO = "start", "resume", "reset", "auto"
 
 _EXAMPLES = """\
@@ -38,6 +39,7 @@ class Arguments:
     detect_anomaly: bool = False
     stop_after_epoch: int | None = None
     accept_edited_copy: bool = False
+    device: str | None = None
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -158,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="resume although files of the frozen copy inside the results were edited",
     )
+    parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     return parser
 
 

@@ -52,16 +52,18 @@ _OUT_OF_MEMORY = (
 def attempt(arguments: Arguments, watch: Watch | None = None) -> int:
     """Join the other processes, run, and return an exit code that tells the truth."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
-    return join_and_act(lambda processes: run(arguments, processes, watch=watch), paths)
+    return join_and_act(lambda processes: run(arguments, processes, watch=watch), paths, arguments.device)
 
 
-def join_and_act(act: Callable[[Processes], object], paths: ExperimentPaths | None = None) -> int:
+def join_and_act(
+    act: Callable[[Processes], object], paths: ExperimentPaths | None = None, wanted_device: str | None = None
+) -> int:
     """Join the other processes, act, and return an exit code; ``paths`` are those of a run that can be continued."""
     # The copy of an experiment must stay as it was copied.
     sys.dont_write_bytecode = True
     processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
-        processes = Processes.join()
+        processes = Processes.join(wanted_device)
         processes.watch_machines(lambda host, seconds: _leave_alone(host, seconds, processes, paths))
         act(processes)
     except (Exception, KeyboardInterrupt, SystemExit) as error:

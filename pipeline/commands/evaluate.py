@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.arguments import has_launcher
+from pipeline.arguments import DEVICE_HELP, has_launcher
 from pipeline.commands.evaluating import SPLITS, Request, evaluate
 from pipeline.commands.outcomes import SHARD_SUFFIXES, SUFFIXES, Outcome, lines, merge, read_shard
 from pipeline.entry import join_and_act, leave
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument("--shard", type=_shard, metavar="I/N", help="evaluate one of N shards, counted from 0")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="put the files of all shards together")
+    parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     parser.add_argument("--json", action="store_true", help="print the values as JSON")
     parser.add_argument(
         "--accept-edited-copy", action="store_true", help="evaluate although the frozen copy was edited"
@@ -55,7 +56,7 @@ def _shard(word: str) -> tuple[int, int]:
 def execute(arguments: argparse.Namespace) -> int:
     if has_launcher():
         end_with_launcher()
-    code = join_and_act(lambda processes: _act(arguments, processes))
+    code = join_and_act(lambda processes: _act(arguments, processes), wanted_device=arguments.device)
     if has_launcher():
         leave(code)
     return code

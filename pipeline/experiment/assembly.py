@@ -26,6 +26,7 @@ from pipeline.experiment.pymodules import PymoduleLoader
 from pipeline.experiment.settings import Contents, Settings, read_contents
 from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
 from pipeline.experiment.user_code import user_problem
+from pipeline.runtime.accelerators import has_fused_kernels
 from pipeline.runtime.randomness import key_generators
 
 # Not SGD: its kernel fails at sparse gradients, and at a momentum that begins later than others.
@@ -168,7 +169,7 @@ def _prefer_fused(optimizer: Optimizer) -> None:
     """Use torch's fused kernels where the author has not chosen otherwise: the same update in one pass."""
     for group in optimizer.param_groups if type(optimizer) in _FUSED else ():
         has_choice = group.get("foreach") is None and not (group.get("capturable") or group.get("differentiable"))
-        is_usual = all(one.is_floating_point() and one.device.type in ("cpu", "cuda") for one in group["params"])
+        is_usual = all(one.is_floating_point() and has_fused_kernels(one.device) for one in group["params"])
         if group.get("fused") is None and has_choice and is_usual:
             group["fused"] = True
 

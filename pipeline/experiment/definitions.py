@@ -18,7 +18,8 @@ class LoaderArguments:
     num_workers: int = 0
     prefetch_factor: int | None = None
     point_size: int = 1
-    pin_memory: bool = False
+    # None: on accelerators, where copies from page-locked memory do not block.
+    pin_memory: bool | None = None
     timeout: float = 0
     persistent_workers: bool = True
     multiprocessing_context: str | None = None

@@ -75,8 +75,8 @@ class TrainingSettings:
         return self.gradient_reduction == "exact"
 
     def uses_deterministic_kernels(self, device_type: str) -> bool:
-        """Tell whether torch must choose deterministic kernels: on a GPU, exact sums are of no use without them."""
-        return self.deterministic or (self.is_exact and device_type == "cuda")
+        """Tell whether torch must choose deterministic kernels: off the CPU, exact sums are of no use without them."""
+        return self.deterministic or (self.is_exact and device_type != "cpu")
 
 
 @dataclass(frozen=True)

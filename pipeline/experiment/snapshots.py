@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.runtime.accelerators import wait_for_copies
+from pipeline.runtime.accelerators import CPU, pinned_like, wait_for_copies
 from pipeline.runtime.durable import Writer
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -19,8 +19,9 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 class Snapshots:
     """Copies tensors into buffers that are kept, because the first copy into fresh memory costs ten times as much.
 
-    A snapshot is valid until the next one of the same name is taken. Without ``copies`` it is the live state
-    itself, for a caller that writes before it goes on.
+    A snapshot is valid until the next one of the same name is taken. Without ``copies``, what lies in host memory is
+    the live state itself, for a caller that writes before training continues. Tensors of an accelerator are always
+    copied: a file must not say which device they were on.
     """
 
     def __init__(self, *, copies: bool) -> None:
@@ -31,12 +32,12 @@ class Snapshots:
         """Return a writer of an owner's state as it is now, and its size in bytes."""
         state = owner.state_dict()
         check_state(name, state)
-        seen: dict[Any, torch.Tensor] = {}
+        seen: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         held = self._copy(state, name, seen)
-        wait_for_copies(list(seen.values()))
+        wait_for_copies([source for source, _ in seen.values()])
         return _tensor_writer(held), _num_bytes(held)
 
-    def _copy(self, value: Any, path: str, seen: dict[Any, torch.Tensor]) -> Any:
+    def _copy(self, value: Any, path: str, seen: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         if isinstance(value, dict):
             # A shallow copy keeps what hangs on a state dict besides its items, such as versions of its layers.
             copied = copy.copy(value)
@@ -46,10 +47,12 @@ class Snapshots:
         if isinstance(value, (list, tuple)):
             return type(value)(self._copy(child, f"{path}/{index}", seen) for index, child in enumerate(value))
         if isinstance(value, torch.Tensor):
-            return self._buffered(value, path, seen) if self._copies else value
+            return self._buffered(value, path, seen) if self._copies or value.device != CPU else value
         return _unique(value)
 
-    def _buffered(self, tensor: torch.Tensor, path: str, seen: dict[Any, torch.Tensor]) -> torch.Tensor:
+    def _buffered(
+        self, tensor: torch.Tensor, path: str, seen: dict[Any, tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
         tensor = tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor.cpu().clone()
@@ -58,10 +61,10 @@ class Snapshots:
         if identity not in seen:
             buffer = self._buffers.get(path)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                buffer = pinned_like(tensor)
                 self._buffers[path] = buffer
-            seen[identity] = buffer.copy_(tensor, non_blocking=True)
-        return seen[identity]
+            seen[identity] = (tensor, buffer.copy_(tensor, non_blocking=True))
+        return seen[identity][1]
 
 
 def _unique(value: Any) -> Any:

@@ -55,6 +55,16 @@ def ask(store: Store, rank: int, timeout: timedelta) -> Store:
     return shared
 
 
+def has_twins(store: Store, world_size: int, identity: str) -> bool:
+    """Tell all ranks whether any two of them have the same identity; an empty one has no twins."""
+    if identity and store.add(f"identity_{identity}", 1) > 1:
+        store.set("has_twins", "")
+    if store.add("num_identities", 1) == world_size:
+        store.set("has_all_identities", "")
+    store.wait(["has_all_identities"])
+    return bool(store.check(["has_twins"]))
+
+
 def _not_met(what: str, timeout: timedelta) -> PipelineError:
     return PipelineError(
         f"All processes must meet within {timeout.total_seconds() / 60:g} minutes, but {what}.\n"

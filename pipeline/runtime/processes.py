@@ -17,9 +17,16 @@ from torch.distributed.distributed_c10d import Store
 from pipeline.arguments import has_launcher
 from pipeline.errors import PipelineError
 from pipeline.paths import number_variable
-from pipeline.runtime.accelerators import CPU, backend_of, bound_device, choose_device
+from pipeline.runtime.accelerators import (
+    CPU,
+    backend_of,
+    bound_device,
+    choose_device,
+    device_identity,
+    shared_device_error,
+)
 from pipeline.runtime.contact import has_several_machines, keep_contact, seconds_until_lost
-from pipeline.runtime.meeting import meet
+from pipeline.runtime.meeting import has_twins, meet
 
 Result = TypeVar("Result")
 _SECONDS_OF_PATIENCE = 5.0
@@ -41,19 +48,25 @@ class Processes:
     world_size: int = 1
     device: torch.device = CPU
     store: Store | None = None
+    # Why the device is the CPU, where that is worth saying.
+    device_reason: str = ""
 
     @classmethod
-    def join(cls) -> Processes:
+    def join(cls, wanted_device: str | None = None) -> Processes:
         """Join the process group torchrun describes; alone, join nothing."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
-            device, timeout = choose_device(), longest_wait()
+            chosen = choose_device(wanted_device)
+            timeout = longest_wait()
         except PipelineError as error:
             # Every rank finds the same before it can talk to the others.
             raise error.shared() from None
+        device = chosen.device
         rank, store = int(os.environ.get("RANK", "0")), None
         if world_size > 1:
             store = meet(rank, world_size, timeout)
+            if has_twins(store, world_size, device_identity(device)):
+                raise shared_device_error().shared()
             dist.init_process_group(
                 backend_of(device),
                 store=store,
@@ -62,7 +75,7 @@ class Processes:
                 timeout=timeout,
                 device_id=bound_device(device),
             )
-        return cls(rank, world_size, device, store)
+        return cls(rank, world_size, device, store, chosen.reason)
 
     def watch_machines(self, on_loss: Callable[[str, int], None]) -> None:
         """Have someone told, in a thread, when another machine has not answered for how many seconds."""

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 
-from pipeline.runtime.accelerators import seed_accelerators
+from pipeline.runtime.accelerators import seed_accelerator
 
 
 def key_generators(*key: Hashable) -> None:
@@ -25,7 +25,7 @@ def key_generators(*key: Hashable) -> None:
     np.random.seed(int.from_bytes(digest[16:], "little"))
     # torch.manual_seed also asks every accelerator library whether it is there, which costs 100 times as much.
     torch.default_generator.manual_seed(torch_seed)
-    seed_accelerators(torch_seed)
+    seed_accelerator(torch_seed)
 
 
 def keyed_permutation(size: int, *key: Hashable) -> np.ndarray:

@@ -39,8 +39,9 @@ def first_block(
     """Yield what a person wants to know before a run begins; ``doubt`` is why it cannot be bit-exact, if it cannot."""
     yield f"training pipeline {pipeline.__version__}: {' '.join(sys.argv)}"
     threads = torch.get_num_threads()
+    reason = f" ({processes.device_reason})" if processes.device_reason else ""
     yield (
-        f"processes: {processes.world_size} on {processes.device.type}, backend {processes.backend}, "
+        f"processes: {processes.world_size} on {processes.device.type}{reason}, backend {processes.backend}, "
         f"threads in each: {threads}"
     )
     yield f"data home: {paths.home}"
@@ -55,7 +56,7 @@ def first_block(
 
 def _state_claim(training: TrainingSettings, processes: Processes, threads: int, doubt: str) -> str:
     """Return how a resumed run compares with an uninterrupted one; only what was checked is claimed."""
-    if processes.device.type == "cuda" and not training.uses_deterministic_kernels("cuda"):
+    if processes.device.type != "cpu" and not training.uses_deterministic_kernels(processes.device.type):
         return "equal up to rounding; set deterministic: true for bit-exact resumes on a GPU"
     if doubt:
         return doubt

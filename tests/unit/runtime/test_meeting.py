@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from pipeline.errors import PipelineError
-from pipeline.runtime.meeting import ask, receive
+from pipeline.runtime.meeting import ask, has_twins, receive
 
 LIMIT = timedelta(seconds=20)
 
@@ -53,3 +53,14 @@ def test_rank_zero_that_does_not_answer_is_told() -> None:
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(PipelineError, match=r"but rank 0 did not answer rank 1\.\n  fix:"):
         ask(store, 1, timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("identities", "expected"), [(["a", "b", "c"], False), (["a", "b", "a"], True), (["", "", ""], False)]
+)
+def test_every_rank_learns_whether_two_are_the_same(identities: list[str], expected: bool) -> None:
+    """Ranks that use one device together are found by all of them; those without an identity may be many."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(has_twins, store, 3, identity) for identity in identities]
+        assert [answer.result() for answer in answers] == [expected] * 3
