@@ -16,15 +16,19 @@ from torch.nn.utils import clip_grads_with_norm_
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.gradient_flags import Flags, FrozenNames, GradientFlags
+from pipeline.runtime.accelerators import constant
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.buffers import StepBuffers, kept_buffers
+from pipeline.stages.plan import Turn
 from pipeline.stages.rank_differences import refuse_differences
 from pipeline.stages.sums import BatchSums, nothing
 
 _MOST_CONSTANTS = 256
 # Where a message says that flags have changed: after health, stop and commit.
 _NEW_FLAGS = 3
+# The types of which one kernel computes all norms in float32.
+_FOREACH_NORM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class GradientEngine(ABC):
         modules = experiment.components.trained_modules
         self._flags = GradientFlags(modules)
         self._built = self._to_reduce = self._flags.now()
-        self._buffers = StepBuffers(list(modules.values()), processes, new_sums)
+        self._buffers = StepBuffers(modules, processes, new_sums)
         self._parameters = {
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for name, optimizer in experiment.optimizers.items()
@@ -168,10 +172,10 @@ class GradientEngine(ABC):
             )
         return unfrozen
 
-    def backward(self, position: int, compute: Compute, wishes: Wishes | None) -> None:
+    def backward(self, turn: Turn, compute: Compute, wishes: Wishes | None) -> None:
         """Add the gradients of one batch of the step; the rank's last batch brings its wishes."""
         self._add(compute, wishes)
-        self._buffers.after_batch(position)
+        self._buffers.after_batch(turn)
 
     def stand_in(self, compute: Compute, wishes: Wishes | None) -> None:
         """Run a batch that another rank counts, because all ranks must run the same modules."""
@@ -255,7 +259,8 @@ class GradientEngine(ABC):
         if not verdict.skipped:
             self._clip(verdict.norm)
             for optimizer in stepping:
-                self.scaler.step(optimizer)
+                # Not scaler.step, which waits for the device: all ranks know that the gradients are finite.
+                optimizer.step()
         if self.scaler.is_enabled():
             # A step that used no weight keeps the scale.
             self.scaler.update(None if stepping else self.scaler.get_scale())
@@ -302,9 +307,9 @@ class GradientEngine(ABC):
 
     def _judge(self, message: torch.Tensor) -> Verdict:
         owners = self._gradients()
-        norms = torch._foreach_norm([gradient for _, gradient in owners], dtype=torch.float32) if owners else ()
+        norms = _norms([gradient for _, gradient in owners])
         self._while_device_works()
-        known = self._known(message, list(norms))
+        known = self._known(message, norms)
         health, stop, commit, changed, *used = known[: len(message)]
         self._check_flags(changed)
         self._forget_unused(used)
@@ -339,7 +344,11 @@ class GradientEngine(ABC):
     def _clip(self, norm: float) -> None:
         if self._clip_norm is not None and norm > self._clip_norm:
             for parameters in self._parameters.values():
-                clip_grads_with_norm_(parameters, self._clip_norm, torch.tensor(norm, device=self._processes.device))
+                clip_grads_with_norm_(parameters, self._clip_norm, self._on_device(norm))
+
+    def _on_device(self, number: float) -> torch.Tensor:
+        """Return a number as a tensor; torch.tensor would copy it, and the host would wait."""
+        return torch.full((), number, dtype=torch.float32, device=self._processes.device)
 
     def _forget(self) -> None:
         for optimizer in self._experiment.optimizers.values():
@@ -350,6 +359,17 @@ def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an update may draw random numbers: those of torch itself, with no hooks around them, do not."""
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(has_hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each gradient, as float32."""
+    if all(gradient.dtype in _FOREACH_NORM and not gradient.is_sparse for gradient in gradients):
+        return list(torch._foreach_norm(gradients, dtype=torch.float32)) if gradients else []
+    norms = []
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms.append(torch.linalg.vector_norm(values).to(torch.float32))
+    return norms
 
 
 def _gradient(loss: torch.Tensor, share: float, scale: torch.Tensor | None) -> torch.Tensor:
@@ -363,4 +383,4 @@ def _gradient(loss: torch.Tensor, share: float, scale: torch.Tensor | None) -> t
 @lru_cache(maxsize=_MOST_CONSTANTS)
 def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Return numbers as a tensor, which nobody may change: most steps need the same as the one before."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return constant(values, device)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -59,8 +60,10 @@ class Loader:
 
     def __init__(self, dataset: KeyedDataset, arguments: LoaderArguments, device: torch.device) -> None:
         self._dataset, self._requests = dataset, _Requests()
-        self._is_plain = arguments.num_workers == 0 and not arguments.pin_memory
         self._device = device
+        # On a CPU nothing is copied, and torch would warn.
+        pins_memory = device.type != "cpu" and arguments.pin_memory is not False
+        self._is_plain = arguments.num_workers == 0 and not pins_memory
         self._keeps_workers, self._has_workers = arguments.persistent_workers, False
         self._loader = DataLoader(
             dataset,
@@ -68,7 +71,7 @@ class Loader:
             collate_fn=_as_it_is,
             # Without a generator of its own, each iteration would draw from the global one.
             generator=torch.Generator(),
-            pin_memory=arguments.pin_memory,
+            pin_memory=pins_memory,
             timeout=arguments.timeout,
             num_workers=arguments.num_workers,
             **_worker_arguments(arguments),
@@ -144,11 +147,21 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(to).parameters.values()
+    except ValueError:
+        # The method of torch's own tensors has no signature.
+        return True
+    return any(one.name == "non_blocking" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in nested dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    """Move every tensor in nested mappings, lists and tuples, and every object that can move itself."""
+    # Also PackedSequence, a tuple of which a part must stay on the CPU.
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device, non_blocking=True) if _takes_non_blocking(batch.to) else batch.to(device)
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.errors import PipelineError
+from pipeline.runtime.accelerators import pinned_like
 from pipeline.runtime.processes import Processes
 
 
@@ -24,6 +25,7 @@ class LossLedger:
         self._positions = {register: position for position, register in enumerate(registers)}
         self._cells: list[tuple[int, int, int]] = []
         self._sums: list[torch.Tensor] = []
+        self._fetched: torch.Tensor | None = None
 
     def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Record the losses of one batch and return their sums."""
@@ -31,6 +33,11 @@ class LossLedger:
         self._sums += sums.values()
         self._cells += [(row, batch, self._positions[register]) for register in losses]
         return sums
+
+    def fetch(self) -> None:
+        """Begin to copy all sums to the host. The caller waits for the device before it collects them."""
+        sums = torch.stack(self._sums) if self._sums else torch.empty(0)
+        self._fetched = pinned_like(sums).copy_(sums, non_blocking=True)
 
     def collect(self, num_rows: int) -> np.ndarray:
         """Return the totals of all rows per register, added over ranks and batches, and empty the ledger."""
@@ -40,11 +47,13 @@ class LossLedger:
         """Return the sums of all rows per batch and register, added over ranks, and empty the ledger."""
         table = torch.zeros(num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
         if self._cells:
-            table[tuple(torch.tensor(self._cells).T)] = torch.stack(self._sums).cpu()
+            sums = torch.stack(self._sums).cpu() if self._fetched is None else self._fetched
+            table[tuple(torch.tensor(self._cells).T)] = sums
+        self._fetched = None
         self._cells.clear()
         self._sums.clear()
-        sums: np.ndarray = self._processes.sum(table).numpy()
-        return sums
+        totals: np.ndarray = self._processes.sum(table).numpy()
+        return totals
 
 
 def total_losses(sums: np.ndarray) -> np.ndarray:

@@ -125,6 +125,9 @@ class TrainingStage:
             self._run(turn, next(loading), (epoch, index), shares, wishes() if turn is own[-1] else None)
         if not own:
             self._engine.join_without_batch(wishes())
+        if len(self._pending) + 1 == self._rows:
+            # The losses are needed after this step; the engine's wait for the device is one for them too.
+            self._ledger.fetch()
         verdict = self._engine.finish_step((self._settings.seed, "update", epoch, index))
         self._records.add_step_rates(rates, verdict.norms, verdict.skipped)
         self._after_step(epoch, index, items, verdict)
@@ -139,7 +142,7 @@ class TrainingStage:
         if turn.is_stand_in:
             self._engine.stand_in(self._stand_in_loss(batch, turn.place, key, shares), wishes)
         else:
-            self._engine.backward(turn.position, self._batch_loss(batch, turn.place, key, shares), wishes)
+            self._engine.backward(turn, self._batch_loss(batch, turn.place, key, shares), wishes)
 
     def _stand_in_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         """Compute what runs the modules that the batch would and adds nothing to their gradients."""

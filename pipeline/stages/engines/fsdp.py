@@ -49,5 +49,5 @@ class FsdpEngine(GradientEngine):
 
     def _clip(self, norm: float) -> None:
         if self._clip_norm is not None and norm > self._clip_norm:
-            factor = self._clip_norm / (torch.tensor(norm, device=self._processes.device) + 1e-6)
+            factor = self._clip_norm / (self._on_device(norm) + 1e-6)
             torch._foreach_mul_([gradient for _, gradient in self._gradients()], factor)

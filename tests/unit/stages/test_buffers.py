@@ -7,10 +7,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.errors import PipelineError
 from pipeline.runtime.processes import Processes
 from pipeline.stages.buffers import StepBuffers, kept_buffers
+from pipeline.stages.plan import Place, SplitShape, Turn
 from pipeline.stages.sums import PlainSums, TreeSums
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that tensors are used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Remembering(nn.Module):
@@ -32,8 +47,12 @@ class Remembering(nn.Module):
         self.cache = torch.full((3,), value)
 
 
+def turn(position: int, dataset: str = "points") -> Turn:
+    return Turn(position, Place(SplitShape(dataset, num_points=8, batch_size=2, point_size=1), position))
+
+
 def new_buffers(module: nn.Module, sums: Any = TreeSums) -> StepBuffers:
-    return StepBuffers([module], Processes(), lambda like: sums(like, Processes()))
+    return StepBuffers({"net": module}, Processes(), lambda like: sums(like, Processes()))
 
 
 def test_first_batch_to_change_a_buffer_decides() -> None:
@@ -41,16 +60,56 @@ def test_first_batch_to_change_a_buffer_decides() -> None:
     module = Remembering()
     buffers, original = new_buffers(module), module.running
     buffers.begin_step(3)
-    buffers.after_batch(0)
+    buffers.after_batch(turn(0))
     for position, value in ((1, 4.0), (2, 9.0)):
         module.see(value)
-        buffers.after_batch(position)
+        buffers.after_batch(turn(position))
         assert module.running.tolist() == [0.0, 0.0]
         assert module.count == 0
     buffers.end_step(skipped=False)
     assert module.running.tolist() == [4.0, 4.0]
     assert module.count == 1
     assert module.running is original
+
+
+def test_batch_that_writes_nothing_decides_nothing() -> None:
+    """A dataset that does not use a module must not keep its buffers from moving, however they are written."""
+    module = Remembering()
+    buffers = new_buffers(module)
+    for _ in range(2):
+        buffers.begin_step(3)
+        buffers.after_batch(turn(0, "other"))
+        for position in (1, 2):
+            # Writes through .data do not show in the tensor's version.
+            module.running.data.add_(position)
+            buffers.after_batch(turn(position))
+        buffers.end_step(skipped=False)
+    assert module.running.tolist() == [2.0, 2.0]
+
+
+def test_constant_buffers_are_copied_once() -> None:
+    """Masks and indices cost nothing from the second step on."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.ones(3))
+    buffers = new_buffers(module)
+    buffers.begin_step(1)
+    buffers.after_batch(turn(0))
+    with Operations() as seen:
+        buffers.begin_step(1)
+        buffers.after_batch(turn(0))
+    assert seen.names == []
+
+
+def test_buffer_that_changes_its_shape_is_refused() -> None:
+    """The message names file and buffer, and says what to do."""
+    module = nn.Sequential(nn.Module())
+    module[0].register_buffer("bank", torch.zeros(0, 2))
+    buffers = new_buffers(module)
+    buffers.begin_step(1)
+    module[0].bank = torch.ones(4, 2)
+    expected = r"modules/net.py: buffer '0.bank' must keep its shape .* from \(0, 2\) .* to \(4, 2\)"
+    with pytest.raises(PipelineError, match=expected):
+        buffers.after_batch(turn(0))
 
 
 def test_skipped_step_leaves_no_trace() -> None:
@@ -61,7 +120,7 @@ def test_skipped_step_leaves_no_trace() -> None:
     buffers.begin_step(1)
     module[0].see(1.0)  # type: ignore[operator]
     module[1](torch.randn(4, 2))
-    buffers.after_batch(0)
+    buffers.after_batch(turn(0))
     buffers.end_step(skipped=True)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
@@ -75,7 +134,7 @@ def test_batchnorm_takes_the_mean_over_the_batches_that_used_it(sums: Any) -> No
     for position, mean in enumerate((1.0, None, 3.0)):
         if mean is not None:
             layer(torch.tensor([[mean - 1], [mean + 1]]))
-        buffers.after_batch(position)
+        buffers.after_batch(turn(position))
     buffers.end_step(skipped=False)
     assert layer.running_mean is not None
     assert layer.num_batches_tracked is not None

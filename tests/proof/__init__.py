@@ -1,0 +1,1 @@
+"""The promises that depend on a device, tried on whatever device this machine has."""

@@ -1,0 +1,134 @@
+"""Counts kernels and host waits in the steps of a run, on whatever device it has.
+
+    python -m tests.proof.counting EXPERIMENT --data-home HOME
+
+runs an experiment in this process and prints, as JSON, what the device was asked in each step of it;
+
+    python -m tests.proof.counting --by-hand NUM_BATCHES
+
+does the same for steps of a loop written by hand, with the deep model of these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+from pipeline.arguments import parse_arguments
+from pipeline.entry import attempt
+from pipeline.machinery import Machinery
+from pipeline.stages.gradients import Verdict
+from pipeline.stages.witness import Witness
+from tests.proof.experiments import deep_model
+
+# Calls of the CUDA runtime, and of HIP's, that launch a kernel or make the host wait.
+_LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
+_WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What one step asked of the device."""
+
+    kernels: int
+    waits: int
+
+
+class SimulatedCounter:
+    """Reads the counts that the simulated device keeps."""
+
+    def start(self) -> None:
+        from tests.support.simulated.queue import QUEUE
+
+        self._before = QUEUE.counts()
+
+    def stop(self) -> StepCounts:
+        from tests.support.simulated.queue import QUEUE
+
+        done = QUEUE.counts() - self._before
+        return StepCounts(done.kernels, done.waits)
+
+
+class ProfilerCounter:
+    """Counts calls of the runtime library of a real accelerator."""
+
+    def start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.__enter__()
+
+    def stop(self) -> StepCounts:
+        self._profiler.__exit__(None, None, None)
+        names = [event.name for event in self._profiler.events() or ()]
+        return StepCounts(_count(names, _LAUNCHES), _count(names, _WAITS))
+
+
+def _count(names: list[str], endings: tuple[str, ...]) -> int:
+    return sum(name.startswith(("cuda", "hip")) and any(ending in name for ending in endings) for name in names)
+
+
+Counter = SimulatedCounter | ProfilerCounter
+
+
+def new_counter(device_type: str) -> Counter:
+    return SimulatedCounter() if device_type == "sim" else ProfilerCounter()
+
+
+class CountingWitness(Witness):
+    """Counts from the beginning of every step to its end."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self.steps: list[StepCounts] = []
+
+    def step_begins(self, epoch: int, step: int) -> None:
+        self._counter.start()
+
+    def step_ends(self, verdict: Verdict) -> None:
+        self.steps.append(self._counter.stop())
+
+
+def main(words: list[str]) -> int:
+    witnesses: list[CountingWitness] = []
+
+    def watch(machinery: Machinery) -> None:
+        witnesses.append(CountingWitness(new_counter(machinery.processes.device.type)))
+        machinery.training.witness = witnesses[0]
+
+    code = attempt(parse_arguments(words), watch)
+    if witnesses:
+        print(json.dumps([asdict(step) for step in witnesses[0].steps]))
+    return code
+
+
+def count_by_hand(num_batches: int, num_steps: int = 3) -> list[StepCounts]:
+    """Count the steps of a plain loop: batches that lie on the device, gradients accumulated, one value read."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = deep_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    images = torch.randn(4, 1, 6, 6, device=device)
+    targets = torch.zeros(4, device=device)
+    counter = new_counter(device.type)
+    counts = []
+    for _ in range(num_steps):
+        counter.start()
+        losses = []
+        for _ in range(num_batches):
+            loss = ((model(images)[:, 0] - targets) ** 2).mean() / num_batches
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.stack(losses).sum().item()
+        counts.append(counter.stop())
+    return counts
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--by-hand":
+        print(json.dumps([asdict(step) for step in count_by_hand(int(sys.argv[2]))]))
+        sys.exit(0)
+    sys.exit(main(sys.argv[1:]))
