@@ -26,7 +26,9 @@ from pipeline.results.store import peek
 from pipeline.run import Watch, run
 from pipeline.runtime.last_resort import end_launcher_later, may_start_again
 from pipeline.runtime.logs import LOGGER, log_file_only, start_file
+from pipeline.runtime.peer_monitor import Loss
 from pipeline.runtime.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
+from pipeline.stages.memory import is_out_of_memory
 
 _INTERRUPTED = "Interrupted."
 _LOST_PEER = "Ended because another process of this run has failed or was killed."
@@ -38,10 +40,10 @@ _LOST_MACHINE = "Machine {} has not answered for {} seconds: it, or the network 
 _CONTINUE = " The last commit is intact; continue with --auto."
 # What all processes do at the same moment is told by the first of them.
 _TO_FAIL = "to fail"
+_TO_MISS_ANOTHER = "to miss another"
 _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
 _SECONDS_TO_WRITE_DOWN = 5
 _TOLD_ABOVE = "none; what is wrong and what to do is told above, before the traceback of torchrun itself"
-_MEMORY_WORDS = ("out of memory", "can't allocate memory")
 _OUT_OF_MEMORY = (
     "out of memory; fix: lower batch_size in pymodules/dataloaders/*.py (a step keeps its items, which step_min_items",
     "in settings/data_loading.json decides), or set precision to bf16 in settings/training.json. Both are frozen since",
@@ -64,8 +66,9 @@ def join_and_act(
     processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
         processes = Processes.join(wanted_device)
-        processes.watch_machines(lambda host, seconds: _leave_alone(host, seconds, processes, paths))
+        monitor = processes.watch_peers(lambda loss: _leave_alone(loss, processes, paths))
         act(processes)
+        monitor.say_farewell()
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         return conclude_failure(error, processes, paths)
     return 0
@@ -81,10 +84,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave_alone(host: str, seconds: int, processes: Processes, paths: ExperimentPaths | None) -> NoReturn:
-    """End while the run waits for a machine that will not answer; what it is writing is as after a kill."""
-    told = PipelineError(_LOST_MACHINE.format(host, seconds) + (_CONTINUE if paths else ""))
-    print(f"\n{told}", file=sys.stderr, flush=True)
+def _leave_alone(loss: Loss, processes: Processes, paths: ExperimentPaths | None) -> NoReturn:
+    """End while the run waits for a peer that will not answer; what it is writing is as after a kill."""
+    if loss.silent_seconds is None:
+        what = _LOST_PEER
+        speaks = processes.is_first(_TO_MISS_ANOTHER)
+    else:
+        what = _LOST_MACHINE.format(loss.host, loss.silent_seconds)
+        speaks = True
+    told = PipelineError(what + (_CONTINUE if paths else ""))
+    if speaks:
+        print(f"\n{told}", file=sys.stderr, flush=True)
     # The files may be on a machine that is out of reach as well.
     writing = Thread(target=_write_down, args=(told, processes, paths), daemon=True)
     writing.start()
@@ -112,7 +122,7 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
         print(_INTERRUPTED + (_CONTINUE if paths else ""), file=sys.stderr, flush=True)
         return 1
     if is_lost_peer(error):
-        if processes.is_first("to miss another"):
+        if processes.is_first(_TO_MISS_ANOTHER):
             LOGGER.warning(_lost_peer(error) + (_CONTINUE if paths else ""))
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
         time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
@@ -161,7 +171,7 @@ def _print_crash(error: BaseException, processes: Processes, paths: ExperimentPa
 
 def _ways_on(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     """Yield what someone can do about a crash."""
-    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _MEMORY_WORDS):
+    if is_out_of_memory(error):
         yield from _OUT_OF_MEMORY
     elif not peek(paths):
         yield "fix: repair it and start again; nothing was committed yet."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def build_machinery(
 ) -> Machinery:
     """Put together what an assembled experiment needs to run on these processes."""
     records = Records(experiment.settings.loss_registers, experiment.learning_rates())
-    engine = _create_engine(experiment, processes)
+    engine = create_engine(experiment, processes)
     transforms: dict[str, Any] = {}
     train, val = (BatchRunner(experiment, processes, split, transforms) for split in ("train", "val"))
     training = TrainingStage(experiment, processes, train, engine, records)
@@ -114,15 +115,21 @@ def build_machinery(
     )
 
 
-def _create_engine(experiment: Experiment, processes: Processes) -> GradientEngine:
+def create_engine(experiment: Experiment, processes: Processes) -> GradientEngine:
+    """Return the engine that the settings ask for."""
     if experiment.is_sharded:
         return FsdpEngine(experiment, processes)
     return _ENGINES[experiment.settings.training.gradient_reduction](experiment, processes)
 
 
 def _check_even_steps(plan: StepPlan, processes: Processes) -> None:
-    """SyncBatchNorm waits for all ranks in every batch, so all must have the same number of them."""
-    if any(len(plan.step(index)) % processes.world_size for index in range(len(plan))):
-        what = f"needs steps whose number of batches is a multiple of {processes.world_size}, but some are not"
-        fix = "set it to false, or choose step_min_items, batch sizes and splits that divide evenly"
-        raise InvalidExperiment([Problem("settings/training.json (sync_batchnorm)", what, fix)]).shared()
+    """SyncBatchNorm waits for all ranks in every batch, so all must run the same dataset, each with a batch of it."""
+    for index in range(len(plan)):
+        for dataset, count in Counter(place.shape.dataset for place in plan.step(index)).items():
+            if count % processes.world_size:
+                what = (
+                    f"needs steps in which the number of each dataset's batches is a multiple of the "
+                    f"{processes.world_size} processes, but step {index + 1} has {count} of dataset {dataset!r}"
+                )
+                fix = "set it to false, or choose step_min_items, batch sizes and splits that divide evenly"
+                raise InvalidExperiment([Problem("settings/training.json (sync_batchnorm)", what, fix)]).shared()

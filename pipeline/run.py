@@ -251,8 +251,8 @@ class _Run:
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         mesh = mesh_of(self._processes, settings.training)
-        device = self._processes.device
-        return self._processes.together(lambda: assemble(folder / "pymodules", settings, device, mesh))
+        device, world_size = self._processes.device, self._processes.world_size
+        return self._processes.together(lambda: assemble(folder / "pymodules", settings, device, mesh, world_size))
 
     def _introduce(self, machinery: Machinery, progress: Progress) -> None:
         """Open the log, write down this start and say what is about to happen."""

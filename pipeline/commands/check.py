@@ -1,7 +1,7 @@
 """Find everything that can be known to be wrong before training; writes nothing.
 
 Settings, pymodules, names, parameters and weights are checked together. If they fit, one real batch of each dataset
-goes through forward and backward.
+goes through forward and backward, and the optimizers take one step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.arguments import RESET, RESUME, Arguments
 from pipeline.errors import InvalidExperiment, Problem
@@ -21,14 +24,16 @@ from pipeline.experiment.counting import count
 from pipeline.experiment.settings import parse_settings
 from pipeline.experiment.user_code import user_problem
 from pipeline.experiment.weights import load_initial_weights
-from pipeline.machinery import create_module_transforms
+from pipeline.machinery import create_engine, create_module_transforms
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.settling import finished_lines
 from pipeline.results.situation import check_settings_exist, decide, look
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.terminal import clipped, table
 from pipeline.stages.batches import BatchRunner
-from pipeline.stages.plan import EpochPoints, Place, StepPlan, evaluation_places
+from pipeline.stages.gradients import BatchLosses, GradientEngine, Wishes
+from pipeline.stages.memory import out_of_memory_explained
+from pipeline.stages.plan import Place, StepPlan, Turn, evaluation_places
 from pipeline.tracking.blocks import first_block, step_lines
 from pipeline.tracking.trackers import check_installed
 
@@ -85,45 +90,140 @@ def _examine(paths: ExperimentPaths, arguments: Arguments, device: torch.device)
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """How one batch fared."""
+class _Result:
+    """The losses of one batch, and how long loading, forward and, in training, backward took."""
 
     dataset: str
     split: str
-    seconds: tuple[float, float, float]
+    seconds: list[float]
     losses: dict[str, float]
 
     def row(self) -> tuple[str, ...]:
-        times = ("" if not seconds else f"{seconds:.3f} s" for seconds in self.seconds)
+        times = [f"{seconds:.3f} s" for seconds in self.seconds] + [""] * (3 - len(self.seconds))
         losses = ", ".join(f"{name} {value:.4g}" for name, value in self.losses.items())
         return (self.dataset, self.split, *times, losses)
 
 
 def _try_batches(experiment: Experiment, processes: Processes) -> None:
-    """Run a batch of every split of every dataset, or raise all that went wrong."""
+    """Run a batch of every split of every dataset and one update, or raise all that went wrong.
+
+    The update changes weights of this process only: nothing is saved.
+    """
     for _ in count(experiment):
         continue
     transforms = create_module_transforms(experiment, processes.device)
-    problems = list[Problem]()
     rows: list[tuple[str, ...]] = [("dataset", "split", "load", "forward", "backward", "losses")]
-    for split in ("train", "val"):
-        runner = BatchRunner(experiment, processes, split, transforms)
-        points = runner.points(1)
-        for place in _first_places(runner):
-            try:
-                trial = _Trying(experiment, runner, points).run(place, split)
-                rows.append(trial.row())
-                problems += _odd_losses(experiment, trial)
-            except (Exception, SystemExit) as error:
-                where = str(experiment.folder / "module_transforms" / f"{place.shape.dataset}.py")
-                must = f"a {split} batch of {place.shape.dataset} must go through"
-                problems.append(user_problem(error, experiment.folder, where, must))
-        runner.close()
+    problems = list[Problem]()
+    trial = _Trial(experiment, processes, transforms)
+    for result in (*trial.train(), *trial.evaluate()):
+        if isinstance(result, Problem):
+            problems.append(result)
+        else:
+            rows.append(result.row())
+            problems += _odd_losses(experiment, result)
     print("\n".join(table(rows)))
     if problems:
         raise InvalidExperiment(problems)
-    for line in _untouched(experiment):
-        print(line)
+    print(f"update: {', '.join(experiment.optimizers)} took {trial.update_seconds:.3f} s")
+    if trial.untouched:
+        names = trial.untouched
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        print(f"WARNING: these got no gradient from one batch of each dataset: {', '.join(names[:_SHOWN])}{more}")
+
+
+class _Trial:
+    """Takes one training step, with a batch of every dataset, and evaluates one batch of every dataset."""
+
+    def __init__(self, experiment: Experiment, processes: Processes, transforms: dict[str, Any]) -> None:
+        self._experiment = experiment
+        self._processes = processes
+        self._transforms = transforms
+        self._optimised = {one.name for one in experiment.settings.loss_registers if one.optimize}
+        self.update_seconds = 0.0
+        self.untouched: list[str] = []
+
+    def train(self) -> Iterator[_Result | Problem]:
+        experiment = self._experiment
+        engine = create_engine(experiment, self._processes)
+        engine.prepare()
+        experiment.set_training(True)
+        runner = BatchRunner(experiment, self._processes, "train", self._transforms)
+        places = list(_first_places(runner))
+        touched: set[int] = set()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda one: touched.add(id(one)))
+            for _, parameter in self._trained_parameters()
+        ]
+        engine.begin_step(len(places))
+        is_complete = True
+        for position, place in enumerate(places):
+            result = self._try_batch(runner, place, "train", engine, position, is_last=place is places[-1])
+            is_complete = is_complete and not isinstance(result, Problem)
+            yield result
+        for hook in hooks:
+            hook.remove()
+        runner.close()
+        self.untouched = [name for name, parameter in self._trained_parameters() if id(parameter) not in touched]
+        if is_complete:
+            began = time.perf_counter()
+            try:
+                engine.finish_step((experiment.settings.training.seed, "check"))
+            except (Exception, SystemExit) as error:
+                where = str(experiment.folder / "optim_sched")
+                yield user_problem(error, experiment.folder, where, "an update must work")
+            self.update_seconds = time.perf_counter() - began
+
+    def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for module_name, module in self._experiment.components.trained_modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    yield f"{module_name}.{name}", parameter
+
+    def evaluate(self) -> Iterator[_Result | Problem]:
+        self._experiment.set_training(False)
+        runner = BatchRunner(self._experiment, self._processes, "val", self._transforms)
+        with torch.no_grad():
+            for place in _first_places(runner):
+                yield self._try_batch(runner, place, "val")
+        runner.close()
+
+    def _try_batch(
+        self,
+        runner: BatchRunner,
+        place: Place,
+        split: str,
+        engine: GradientEngine | None = None,
+        position: int = 0,
+        *,
+        is_last: bool = False,
+    ) -> _Result | Problem:
+        points = runner.points(1)
+        dataset = place.shape.dataset
+        times = [time.perf_counter()]
+        means: dict[str, float] = {}
+
+        def compute() -> BatchLosses:
+            losses = runner.losses(batch, place, (*points.batch(place).key, "check"))
+            means.update({name: float(loss.detach().double().mean()) for name, loss in losses.items()})
+            times.append(time.perf_counter())
+            optimised = [loss for name, loss in losses.items() if name in self._optimised]
+            sums = [loss.detach().sum(dtype=torch.float64) for loss in optimised]
+            return BatchLosses(optimised, [1 / place.num_items] * len(optimised), sums)
+
+        try:
+            batch = next(runner.load([place], points))
+            times.append(time.perf_counter())
+            with out_of_memory_explained(batch, place, self._processes.device):
+                if engine is None:
+                    compute()
+                else:
+                    engine.backward(Turn(position, place), compute, Wishes() if is_last else None)
+                    times.append(time.perf_counter())
+        except (Exception, SystemExit) as error:
+            where = str(self._experiment.folder / "module_transforms" / f"{dataset}.py")
+            must = f"a {split} batch of {dataset} must go through"
+            return user_problem(error, self._experiment.folder, where, must)
+        return _Result(dataset, split, [after - before for before, after in pairwise(times)], means)
 
 
 def _first_places(runner: BatchRunner) -> Iterator[Place]:
@@ -134,48 +234,9 @@ def _first_places(runner: BatchRunner) -> Iterator[Place]:
             yield place
 
 
-class _Trying:
-    """Takes one batch the way a stage would."""
-
-    def __init__(self, experiment: Experiment, runner: BatchRunner, points: EpochPoints) -> None:
-        self._experiment, self._runner, self._points = experiment, runner, points
-
-    def run(self, place: Place, split: str) -> _Trial:
-        is_training = split == "train"
-        self._experiment.set_training(is_training)
-        began = time.perf_counter()
-        batch = next(self._runner.load([place], self._points))
-        loaded = time.perf_counter()
-        with torch.set_grad_enabled(is_training):
-            losses = self._runner.losses(batch, place, (*self._points.batch(place).key, "check"))
-        through = time.perf_counter()
-        if is_training:
-            self._total(losses).backward()
-        back = time.perf_counter() - through if is_training else 0.0
-        means = {name: float(loss.detach().double().mean()) for name, loss in losses.items()}
-        return _Trial(place.shape.dataset, split, (loaded - began, through - loaded, back), means)
-
-    def _total(self, losses: dict[str, torch.Tensor]) -> torch.Tensor:
-        optimised = [one.name for one in self._experiment.settings.loss_registers if one.optimize]
-        return torch.stack([losses[name].mean() for name in losses if name in optimised]).sum()
-
-
-def _odd_losses(experiment: Experiment, trial: _Trial) -> Iterator[Problem]:
+def _odd_losses(experiment: Experiment, result: _Result) -> Iterator[Problem]:
     optimised = [one.name for one in experiment.settings.loss_registers if one.optimize]
-    for name, value in trial.losses.items():
+    for name, value in result.losses.items():
         if name in optimised and not torch.isfinite(torch.tensor(value)):
-            where = str(experiment.folder / "module_transforms" / f"{trial.dataset}.py")
-            yield Problem(where, f"{name!r} must be finite, but is {value} in the first {trial.split} batch")
-
-
-def _untouched(experiment: Experiment) -> Iterator[str]:
-    """Yield trained parameters that no batch reached: often a module that nobody calls."""
-    names = [
-        f"{module}.{name}"
-        for module, definition in experiment.components.trained_modules.items()
-        for name, parameter in definition.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
-    if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield f"WARNING: these got no gradient from one batch of each dataset: {', '.join(names[:_SHOWN])}{more}"
+            where = str(experiment.folder / "module_transforms" / f"{result.dataset}.py")
+            yield Problem(where, f"{name!r} must be finite, but is {value} in the first {result.split} batch")

@@ -15,7 +15,7 @@ from pipeline.errors import UsageError
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.results.launches import record_launch
 from pipeline.results.starts import read_starts
-from pipeline.runtime.gpus import look_at_gpus, num_visible, parse_devices
+from pipeline.runtime.gpus import SECONDS_TO_COUNT, look_at_gpus, num_visible, parse_devices
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,11 @@ def training_line(
 ) -> TrainingLine:
     """Return the line for one experiment, or refuse devices and flags that cannot be."""
     # A flag that training would refuse is refused here, before anything is started.
-    parse_arguments([paths.name, *flags])
+    arguments = parse_arguments([paths.name, *flags])
     devices = parse_devices(gpus) if gpus else []
     _check_devices(devices)
-    nproc = nproc if nproc is not None else len(devices) or num_visible() or 1
+    if nproc is None:
+        nproc = len(devices) or (0 if arguments.device == "cpu" else num_visible()) or 1
     if nproc < 1 or (devices and nproc > len(devices)):
         have = f" on {len(devices)} GPUs" if devices else ""
         raise UsageError(f"--nproc must be at least 1 and have a GPU each, but is {nproc}{have}.")
@@ -103,7 +104,7 @@ def training_line(
 
 
 def _check_devices(devices: list[int]) -> None:
-    known = [gpu.index for gpu in look_at_gpus()[0]] if devices else []
+    known = [gpu.index for gpu in look_at_gpus(SECONDS_TO_COUNT)[0]] if devices else []
     missing = [str(device) for device in devices if known and device not in known]
     if missing:
         raise UsageError(f"There is no GPU {', '.join(missing)}; nvidia-smi lists {', '.join(map(str, known))}.")

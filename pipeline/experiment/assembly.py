@@ -15,22 +15,26 @@ from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.checks import (
     Splits,
     name_problems,
+    optimizer_problems,
     parameter_problems,
     read_splits,
+    sparse_problems,
+    sync_batchnorm_problems,
     unevaluated_registers,
 )
 from pipeline.experiment.compilation import compile_module
 from pipeline.experiment.contracts import ContractReader
 from pipeline.experiment.definitions import Components
 from pipeline.experiment.pymodules import PymoduleLoader
-from pipeline.experiment.settings import Contents, Settings, read_contents
+from pipeline.experiment.settings import Contents, Settings, parse_settings, read_contents, readable_contents
 from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
 from pipeline.experiment.user_code import user_problem
-from pipeline.runtime.accelerators import has_fused_kernels
+from pipeline.runtime.accelerators import CPU, has_fused_kernels
 from pipeline.runtime.randomness import key_generators
 
 # Not SGD: its kernel fails at sparse gradients, and at a momentum that begins later than others.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Experiment:
     device: torch.device
     folder: Path
     is_sharded: bool = False
+
+    @property
+    def runs_in_rounds(self) -> bool:
+        """Modules that communicate in a forward pass need every rank to run the same dataset at the same time."""
+        return self.is_sharded or self.settings.training.sync_batchnorm
 
     def set_training(self, training: bool) -> None:
         """Switch the trained modules; frozen ones stay in evaluation mode for ever."""
@@ -64,33 +73,71 @@ class Experiment:
         }
 
 
-def assemble(folder: Path, settings: Settings, device: torch.device, mesh: DeviceMesh | None = None) -> Experiment:
+def assemble(
+    folder: Path, settings: Settings, device: torch.device, mesh: DeviceMesh | None = None, world_size: int = 1
+) -> Experiment:
     """Load the pymodules below ``folder`` and put the experiment together, or raise every problem found.
 
     With a ``mesh``, modules are spread over its processes.
     """
-    components = _read_components(folder, settings)
-    splits, problems = read_splits(components, folder)
+    experiment, problems = _assemble(folder, settings, device, mesh, world_size)
     _raise(problems)
-    _raise(list(unevaluated_registers(components, settings, splits, folder)))
-    _raise(list(sharding_problems(components, settings.training, folder)))
-    _place_modules(components, device, mesh)
-    if settings.training.sync_batchnorm:
-        _check_sync_batchnorm(components, device)
-    optimizers = _create_optimizers(components, folder)
-    _raise(list(parameter_problems(components, optimizers, folder)))
-    _scale_learning_rates(optimizers, settings)
-    schedulers = _create_schedulers(components, optimizers, folder)
     key_generators(settings.training.seed, "assembled")
-    return Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
+    return experiment
+
+
+def _assemble(
+    folder: Path,
+    settings: Settings,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    world_size: int,
+    unknown: frozenset[str] = _NOTHING,
+) -> tuple[Experiment, list[Problem]]:
+    """Return an experiment, and everything that is wrong with it; it can be used if nothing is.
+
+    What depends on something that is wrong is not judged. ``unknown`` names settings files that could not be read.
+    """
+    components, problems, failed = _read_components(folder, settings, unknown)
+    splits: Splits = {}
+    if "datasets" not in failed:
+        splits, found = read_splits(components, folder)
+        problems += found
+        if not found and not failed & {"module_transforms", "loss_registers"}:
+            problems += unevaluated_registers(components, settings, splits, folder)
+    optimizers: dict[str, Optimizer] = {}
+    schedulers: dict[str, Any] = {}
+    if "modules" not in failed:
+        unfit = [
+            *sharding_problems(components, settings.training, folder),
+            *sparse_problems(components, settings, folder, world_size),
+        ]
+        if settings.training.sync_batchnorm:
+            unfit += sync_batchnorm_problems(device)
+        problems += unfit
+        if not unfit and "optim_sched" not in failed:
+            _place_modules(components, device, mesh)
+            if settings.training.sync_batchnorm:
+                _synchronise_batchnorm(components)
+            optimizers = _create_optimizers(components, folder, problems)
+            problems += optimizer_problems(optimizers, folder)
+            if len(optimizers) == len(components.optim_sched):
+                problems += parameter_problems(components, optimizers, folder)
+            _scale_learning_rates(optimizers, settings)
+            schedulers = _create_schedulers(components, optimizers, folder, problems)
+    experiment = Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
+    return experiment, list(dict.fromkeys(problems))
 
 
 def assemble_for_evaluation(
     folder: Path, settings: Settings, device: torch.device, split: str, mesh: DeviceMesh | None = None
 ) -> Experiment:
     """Put together what the evaluation of one split needs: no optimizers, and no other split."""
-    components = _read_components(folder, settings)
-    splits, problems = read_splits(components, folder, [split])
+    components, problems, failed = _read_components(folder, settings)
+    splits: Splits = {}
+    if "datasets" not in failed:
+        splits, found = read_splits(components, folder, [split])
+        problems += found
     _raise(problems)
     _place_modules(components, device, mesh)
     return Experiment(settings, components, splits, {}, {}, device, folder, mesh is not None)
@@ -101,22 +148,26 @@ def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Cont
     try:
         return read_contents(folder / "settings", overrides)
     except InvalidExperiment as error:
-        loader = PymoduleLoader(folder / "pymodules", seed=0)
-        reader = ContractReader(loader.load())
-        reader.read()
-        found = list(dict.fromkeys([*loader.problems, *reader.problems]))
+        contents, unknown = readable_contents(folder / "settings")
+        settings = parse_settings(contents)
+        # Whether the device can synchronise BatchNorm is asked when the settings are right.
+        settings = replace(settings, training=replace(settings.training, sync_batchnorm=False))
+        _, found = _assemble(folder / "pymodules", settings, CPU, None, 1, unknown)
         if not found:
             raise
         raise InvalidExperiment([*error.problems, *found]) from error
 
 
-def _read_components(folder: Path, settings: Settings) -> Components:
+def _read_components(
+    folder: Path, settings: Settings, unknown: frozenset[str] = _NOTHING
+) -> tuple[Components, list[Problem], set[str]]:
+    """Return the components, what is wrong with them, and the families and settings files it is wrong in."""
     loader = PymoduleLoader(folder, settings.training.seed)
     reader = ContractReader(loader.load())
     components = reader.read()
-    misfits = name_problems(components, settings, folder, loader.failed_families)
-    _raise(list(dict.fromkeys([*loader.problems, *reader.problems, *misfits])))
-    return components
+    misfits = name_problems(components, settings, folder, loader.failed_families | unknown)
+    failed = loader.failed_families | reader.failed_families | unknown
+    return components, [*loader.problems, *reader.problems, *misfits], failed
 
 
 def _raise(problems: list[Problem]) -> None:
@@ -135,18 +186,14 @@ def _place_modules(components: Components, device: torch.device, mesh: DeviceMes
             shard_module(definition, mesh)
 
 
-def _check_sync_batchnorm(components: Components, device: torch.device) -> None:
+def _synchronise_batchnorm(components: Components) -> None:
     """SyncBatchNorm replaces layers inside a module, so the module itself must not be one."""
-    if device.type != "cuda":
-        problem = Problem(
-            "settings/training.json (sync_batchnorm)", "needs CUDA, but this machine has none", "set it to false"
-        )
-        raise InvalidExperiment([problem])
     for module in components.trained_modules.values():
         nn.SyncBatchNorm.convert_sync_batchnorm(module)
 
 
-def _create_optimizers(components: Components, folder: Path) -> dict[str, Optimizer]:
+def _create_optimizers(components: Components, folder: Path, problems: list[Problem]) -> dict[str, Optimizer]:
+    """Return the optimizers that can be created, and add what is wrong with the others to ``problems``."""
     optimizers: dict[str, Optimizer] = {}
     for name, definition in components.optim_sched.items():
         where = folder / "optim_sched" / f"{name}.py"
@@ -156,10 +203,12 @@ def _create_optimizers(components: Components, folder: Path) -> dict[str, Optimi
             problem = user_problem(error, folder, str(where), "create_optimizer must work")
             if isinstance(error, KeyError):
                 problem = replace(problem, fix=f"the modules are {', '.join(components.all_modules)}")
-            raise InvalidExperiment([problem]) from error
+            problems.append(problem)
+            continue
         if not isinstance(optimizer, Optimizer):
             what = f"create_optimizer must return a torch optimizer, but returns {type(optimizer).__name__}"
-            raise InvalidExperiment([Problem(str(where), what)])
+            problems.append(Problem(str(where), what))
+            continue
         _prefer_fused(optimizer)
         optimizers[name] = optimizer
     return optimizers
@@ -185,16 +234,21 @@ def _scale_learning_rates(optimizers: dict[str, Optimizer], settings: Settings) 
             group["lr"] *= factor
 
 
-def _create_schedulers(components: Components, optimizers: dict[str, Optimizer], folder: Path) -> dict[str, Any]:
+def _create_schedulers(
+    components: Components, optimizers: dict[str, Optimizer], folder: Path, problems: list[Problem]
+) -> dict[str, Any]:
+    """Return the schedulers that can be created, and add what is wrong with the others to ``problems``."""
     schedulers = {}
-    for name, definition in components.optim_sched.items():
-        where = folder / "optim_sched" / f"{name}.py"
+    for name, optimizer in optimizers.items():
+        where = str(folder / "optim_sched" / f"{name}.py")
         try:
-            schedulers[name] = definition.create_scheduler(optimizers[name])
+            schedulers[name] = components.optim_sched[name].create_scheduler(optimizer)
         except (Exception, SystemExit) as error:
-            raise InvalidExperiment([user_problem(error, folder, str(where), "create_scheduler must work")]) from error
+            problems.append(user_problem(error, folder, where, "create_scheduler must work"))
+            continue
         for method in ("initialize", "before_train_epoch", "after_train_step", "after_train_epoch", "save", "load"):
             if not callable(getattr(schedulers[name], method, None)):
                 what = f"create_scheduler must return an object with a method {method}; TorchScheduler wraps torch's"
-                raise InvalidExperiment([Problem(str(where), what)])
+                problems.append(Problem(where, what))
+                break
     return schedulers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.components import RegisterEarlyStopper, StaticLossWeighter
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.contracts import place_of
 from pipeline.experiment.definitions import Components, ModuleDefinition
-from pipeline.experiment.settings import Settings
+from pipeline.experiment.settings import FSDP, Settings
 from pipeline.experiment.user_code import user_problem
 from pipeline.runtime.safe_archives import is_entry_name
 
@@ -25,9 +28,10 @@ _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
 
 
 def name_problems(components: Components, settings: Settings, folder: Path, failed: set[str]) -> Iterator[Problem]:
-    """Yield names that do not match across files; families with a file that failed to import are not judged."""
+    """Yield names that do not match across files; families and settings files that ``failed`` are not judged."""
     yield from _dataset_file_problems(components, folder, failed)
-    yield from _register_problems(components, settings, folder, failed)
+    if "loss_registers" not in failed:
+        yield from _register_problems(components, settings, folder, failed)
     for name, counter in components.data_counters.items() if "datasets" not in failed else ():
         for dataset in sorted(set(counter.dataset_names) - set(components.datasets)):
             where = place_of(folder / "data_counters" / f"{name}.py", "dataset_names")
@@ -38,7 +42,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
                 yield Problem(
                     where, f"dataset must have a method getitem_metadata, because data counter {name!r} uses it"
                 )
-    yield from _policy_problems(components, settings, folder)
+    if "loss_registers" not in failed:
+        yield from _policy_problems(components, settings, folder)
     if components.modules and not components.trained_modules:
         frozen = ", ".join(components.frozen_modules)
         what = f"at least one module must be trained, but all are frozen: {frozen}"
@@ -143,6 +148,42 @@ def unevaluated_registers(
             what = f"register {register!r} is fed by {', '.join(feeding)}, whose val splits have 0 points"
             yield Problem(
                 str(folder / "datasets"), what, "give one a val split, or set training.evaluation_interval to 0"
+            )
+
+
+def sync_batchnorm_problems(device: torch.device) -> Iterator[Problem]:
+    """torch synchronises BatchNorm on accelerators only."""
+    if device.type == "cpu":
+        where = "settings/training.json (sync_batchnorm)"
+        yield Problem(where, "needs an accelerator, but this run is on the CPU", "set it to false")
+
+
+def sparse_problems(components: Components, settings: Settings, folder: Path, world_size: int) -> Iterator[Problem]:
+    """Yield embeddings whose sparse gradients cannot be added over ranks."""
+    training = settings.training
+    reasons = [
+        (f"parallelism: {training.parallelism}", training.parallelism == FSDP),
+        (f"gradient_reduction: {training.gradient_reduction}", training.is_exact),
+        (f"{world_size} processes", world_size > 1),
+    ]
+    reason = next((words for words, holds in reasons if holds), None)
+    for name, module in components.trained_modules.items() if reason else ():
+        for path, layer in module.named_modules():
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+                what = f"{path or 'module'} must have dense gradients with {reason}, but has sparse=True"
+                fix = "create it with sparse=False, or train with gradient_reduction: fast and one process"
+                yield Problem(str(folder / "modules" / f"{name}.py"), what, fix)
+
+
+def optimizer_problems(optimizers: Mapping[str, Optimizer], folder: Path) -> Iterator[Problem]:
+    """Yield optimizers that evaluate the loss themselves, several times per update."""
+    for name, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            yield Problem(
+                str(folder / "optim_sched" / f"{name}.py"),
+                f"an optimizer must take one step per gradient, but {type(optimizer).__name__}.step needs a closure",
+                "use an optimizer whose step() can be called without arguments, such as AdamW or SGD",
             )
 
 

@@ -26,6 +26,9 @@ def compile_module(module: nn.Module, name: str) -> None:
     config.fail_on_recompile_limit_hit = True
     # Counted over all modules; each has a limit of its own.
     config.accumulated_recompile_limit = 1 << 16
+    # Inside DDP, dynamo would split graphs at bucket borders. Only a rank's last batch of a step runs inside DDP, so
+    # that the batch met first would decide what is compiled.
+    config.optimize_ddp = False
 
     def forward(*inputs: Any, **named_inputs: Any) -> Any:
         """A frame of our own: torch passes over calls of its own classes, such as nn.Sequential, without a word."""

@@ -50,6 +50,7 @@ class ContractReader:
     def __init__(self, files: dict[str, dict[str, ModuleType]]) -> None:
         self._files = files
         self.problems: list[Problem] = []
+        self.failed_families: set[str] = set()
 
     def read(self) -> Components:
         """Return the components; meaningful only if no problems were found."""
@@ -266,7 +267,9 @@ class ContractReader:
         return getattr(module, name, None)
 
     def _broken(self, module: ModuleType, name: str, what: str, fix: str = "") -> Any:
-        self.problems.append(Problem(place_of(Path(str(module.__file__)), name), f"{name} {what}", fix))
+        path = Path(str(module.__file__))
+        self.problems.append(Problem(place_of(path, name), f"{name} {what}", fix))
+        self.failed_families.add(path.parent.name)
         return None
 
 

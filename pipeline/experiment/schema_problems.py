@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import islice
 from typing import Any, cast
@@ -23,6 +23,41 @@ _Validator = validators.extend(  # type: ignore[no-untyped-call]
 )
 SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 _MOST_PROBLEMS = 100
+
+
+# What other trainers call things, and where they are here.
+_OPTIMIZER = "the optimizer and its learning rate are created in pymodules/optim_sched/*.py"
+_STEPS = (
+    "a step takes batches until it holds step_min_items items (settings/data_loading.json); the size of one batch is "
+    "batch_size in pymodules/dataloaders/*.py"
+)
+_LOADING = "it is an argument in pymodules/dataloaders/*.py"
+_LENGTH = "training ends after max_epochs of the early stopper in pymodules/early_stopper.py"
+_PROCESSES = "torchrun --nproc-per-node=N decides; each process takes one accelerator, or none with --device cpu"
+_HINTS = {
+    **dict.fromkeys(("lr", "learning_rate", "optimizer", "optim", "weight_decay", "scheduler"), _OPTIMIZER),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps"), _STEPS),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size", "num_workers", "dataloader_num_workers"), _LOADING),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs", "max_steps", "patience"), _LENGTH),
+    **dict.fromkeys(("device", "devices", "accelerator", "gpus", "num_gpus", "world_size", "strategy"), _PROCESSES),
+    **dict.fromkeys(("fp16", "bf16", "amp", "mixed_precision"), "precision in settings/training.json decides"),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip_val", "clip_grad", "grad_clip"),
+        "it is grad_clip_norm in settings/training.json",
+    ),
+    **dict.fromkeys(
+        ("save_steps", "save_every", "save_interval"), "it is checkpoint_every_steps in settings/training.json"
+    ),
+    **dict.fromkeys(
+        ("eval_steps", "eval_interval", "val_interval", "check_val_every_n_epoch"),
+        "it is evaluation_interval, in epochs, in settings/training.json",
+    ),
+}
+
+
+def hint(key: str, known: Sequence[str]) -> str:
+    """Return where the thing that an unknown key names is set, or the nearest known key."""
+    return f" For {key}: {_HINTS[key]}." if key in _HINTS else nearest(key, known)
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -57,7 +92,7 @@ def _problems(document: Document, error: ValidationError) -> Iterator[Problem]:
     if error.validator == "additionalProperties":
         known = sorted(rules["properties"])
         for key in sorted(set(instance) - set(known)):
-            what = f"unknown key {key!r}; allowed are {', '.join(known)}.{nearest(key, known)}"
+            what = f"unknown key {key!r}; allowed are {', '.join(known)}.{hint(key, known)}"
             yield Problem(_where(document, (*path, key)), what)
         return
     if error.validator == "required":

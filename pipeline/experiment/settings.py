@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
 from pipeline.experiment.json_files import Document, parse_json, read_document
-from pipeline.experiment.schema_problems import SETTINGS_FILES, schema, schema_problems
+from pipeline.experiment.schema_problems import SETTINGS_FILES, hint, schema, schema_problems
 
 Contents = dict[str, dict[str, Any]]
 FSDP = "fsdp"
@@ -104,6 +104,15 @@ class LoggingSettings:
     mlflow: MlflowSettings = MlflowSettings()
 
 
+# The least that each file can say; used to go on looking for problems when a file is wrong.
+_STAND_INS: Contents = {
+    "data_loading": {"step_min_items": 1},
+    "logging": {"progress_bar": {"enabled": False}},
+    "loss_registers": {"loss_registers": ["unknown"]},
+    "training": {},
+}
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything the JSON files of an experiment say."""
@@ -140,6 +149,22 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     overridden = _overridden(contents, overrides)
     _refuse_contradictions(overridden["training"], folder / "training.json")
     return overridden
+
+
+def readable_contents(folder: Path) -> tuple[Contents, frozenset[str]]:
+    """Return what settings files say, with stand-ins for those that are wrong, and the names of these."""
+    contents: Contents = {}
+    unknown = []
+    for name, stand_in in _STAND_INS.items():
+        try:
+            document = read_document(folder / f"{name}.json")
+            is_right = not schema_problems(document, name)
+        except InvalidExperiment:
+            is_right = False
+        contents[name] = document.value if is_right else stand_in
+        if not is_right:
+            unknown.append(name)
+    return contents, frozenset(unknown)
 
 
 def _refuse_contradictions(training: dict[str, Any], path: Path) -> None:
@@ -242,7 +267,7 @@ def _rules_of(rules: dict[str, Any], key: str, override: str) -> dict[str, Any]:
         known.update(alternative.get("properties", {}))
     if key not in known:
         listed = ", ".join(sorted(known)) or "none"
-        raise UsageError(f"--set {override}: unknown key {key!r}; available are {listed}.{nearest(key, sorted(known))}")
+        raise UsageError(f"--set {override}: unknown key {key!r}; available are {listed}.{hint(key, sorted(known))}")
     found: dict[str, Any] = known[key]
     return found
 

@@ -1,10 +1,11 @@
-"""The GPUs of this machine, as nvidia-smi tells them; torch would take seconds and memory to say less."""
+"""The GPUs of this machine, as nvidia-smi lists them; torch would take seconds and memory to say less."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.errors import UsageError
 
@@ -13,7 +14,11 @@ _QUESTION = (
     "--query-gpu=index,name,utilization.gpu,memory.used,memory.total",
     "--format=csv,noheader,nounits",
 )
-_SECONDS_TO_ANSWER = 3.0
+_SECONDS_TO_SHOW = 3.0
+# Without persistence mode, nvidia-smi takes many seconds on a node with many GPUs.
+SECONDS_TO_COUNT = 30.0
+# Where the drivers of other makers' accelerators are found.
+_OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/dri"))
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,14 @@ def _gb(mebibytes: int | None) -> str:
     return "?" if mebibytes is None else f"{mebibytes * 1.048576 / 1000:.1f}"
 
 
-def look_at_gpus() -> tuple[list[Gpu], str]:
+def look_at_gpus(seconds: float = _SECONDS_TO_SHOW) -> tuple[list[Gpu], str]:
     """Return the GPUs, and what is wrong if the driver's tool is there but cannot tell."""
     try:
-        done = subprocess.run(_QUESTION, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=False)
+        done = subprocess.run(_QUESTION, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
         return [], ""
     except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi did not answer within {_SECONDS_TO_ANSWER:.0f} seconds"
+        return [], f"nvidia-smi did not answer within {seconds:g} seconds"
     except OSError as error:
         return [], f"nvidia-smi cannot be run: {error.strerror}"
     if done.returncode != 0:
@@ -74,9 +79,22 @@ def parse_devices(text: str) -> list[int]:
 
 
 def num_visible() -> int:
-    """Return how many GPUs a process started now would see."""
+    """Return how many accelerators a process started now would see; refuse to guess."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus, _ = look_at_gpus()
-    if allowed is None:
-        return len(gpus)
-    return min(len(gpus), sum(bool(one.strip()) and one.strip() != "-1" for one in allowed.split(",")))
+    num_allowed = None
+    if allowed is not None:
+        num_allowed = sum(bool(device.strip()) and device.strip() != "-1" for device in allowed.split(","))
+    if num_allowed == 0:
+        return 0
+    gpus, problem = look_at_gpus(SECONDS_TO_COUNT)
+    if problem:
+        raise UsageError(
+            f"The number of GPUs of this machine must be known, but {problem}.",
+            "give the number of processes with --nproc N, or train on the CPU with --device cpu",
+        )
+    if not gpus and any(path.exists() for path in _OTHER_DRIVERS):
+        # Only here: torch takes seconds to import.
+        import torch
+
+        return torch.accelerator.device_count()
+    return len(gpus) if num_allowed is None else min(len(gpus), num_allowed)

@@ -25,8 +25,9 @@ from pipeline.runtime.accelerators import (
     device_identity,
     shared_device_error,
 )
-from pipeline.runtime.contact import has_several_machines, keep_contact, seconds_until_lost
+from pipeline.runtime.collectives import guard_collectives
 from pipeline.runtime.meeting import has_twins, meet
+from pipeline.runtime.peer_monitor import OnLoss, PeerMonitor, has_several_machines, seconds_until_lost
 
 Result = TypeVar("Result")
 _SECONDS_OF_PATIENCE = 5.0
@@ -65,6 +66,7 @@ class Processes:
         rank, store = int(os.environ.get("RANK", "0")), None
         if world_size > 1:
             store = meet(rank, world_size, timeout)
+            guard_collectives()
             if has_twins(store, world_size, device_identity(device)):
                 raise shared_device_error().shared()
             dist.init_process_group(
@@ -77,11 +79,13 @@ class Processes:
             )
         return cls(rank, world_size, device, store, chosen.reason)
 
-    def watch_machines(self, on_loss: Callable[[str, int], None]) -> None:
-        """Have someone told, in a thread, when another machine has not answered for how many seconds."""
-        limit = seconds_until_lost(longest_wait())
-        if self.store is not None and has_several_machines():
-            keep_contact(self.rank, self.store, limit, lambda host: on_loss(host, limit))
+    def watch_peers(self, on_loss: OnLoss) -> PeerMonitor:
+        """Call ``on_loss`` from a thread when a collective would wait in vain for another machine or process."""
+        has_accelerator = self.device != CPU
+        monitor = PeerMonitor(seconds_until_lost(longest_wait()), on_loss, watches_processes=has_accelerator)
+        if self.store is not None and (has_accelerator or has_several_machines()):
+            monitor.start(self.rank, self.store)
+        return monitor
 
     @property
     def is_rank_zero(self) -> bool:

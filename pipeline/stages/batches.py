@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from pipeline.experiment.assembly import Experiment
+from pipeline.runtime.collectives import collectives_refused
 from pipeline.runtime.processes import Processes
 from pipeline.runtime.randomness import key_generators
 from pipeline.stages.loaders import KeyedDataset, Loader
@@ -78,26 +79,28 @@ class BatchRunner:
         """Run one batch through the modules; everything random in it follows from ``key``."""
         dataset = place.shape.dataset
         registers = self._experiment.components.module_transforms[dataset].loss_registers
-        key_generators(*key)
-        with self._autocast():
-            losses = self._transforms[dataset](batch, self._modules)
-        return checked_losses(losses, registers, place.num_items, f"module_transforms/{dataset}.py")
+        losses = self._call(self._transforms[dataset], batch, place, key)
+        where = f"module_transforms/{dataset}.py"
+        return checked_losses(losses, registers, place.num_items, where, self._processes.device)
 
     def predictions(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
         """Let the module transform predict for a batch whose losses are known."""
-        key_generators(*key)
-        with self._autocast():
-            return self._transforms[place.shape.dataset].predict(batch, self._modules)
+        return self._call(self._transforms[place.shape.dataset].predict, batch, place, key)
 
     def images(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
         """Return what the module transform wants to be seen of a batch."""
-        key_generators(*key)
-        with self._autocast():
-            return self._transforms[place.shape.dataset].images(batch, self._modules)
+        return self._call(self._transforms[place.shape.dataset].images, batch, place, key)
 
-    def _autocast(self) -> Any:
+    def _call(self, method: Callable[..., Any], batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
+        key_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
-        return torch.autocast(self._processes.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+        with contextlib.ExitStack() as around:
+            if dtype is not None:
+                around.enter_context(torch.autocast(self._processes.device.type, dtype=dtype))
+            if not self._experiment.runs_in_rounds:
+                around.enter_context(collectives_refused(f"module_transforms/{place.shape.dataset}.py"))
+            return method(batch, self._modules)
 
 
 def _planned(places: list[Place], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:

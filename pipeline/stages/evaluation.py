@@ -15,6 +15,7 @@ from pipeline.runtime.randomness import key_generators
 from pipeline.stages.batches import BatchRunner
 from pipeline.stages.buffers import kept_buffers
 from pipeline.stages.losses import LossLedger, total_losses
+from pipeline.stages.memory import out_of_memory_explained
 from pipeline.stages.plan import PlannedBatch, Turn, deal_rounds, evaluation_places
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
@@ -59,7 +60,7 @@ class EvaluationPass:
                 yield number
 
     def _evaluate(self, turn: Turn, planned: PlannedBatch, batch: Any, observe: Observer) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), out_of_memory_explained(batch, turn.place, self._processes.device):
             losses = self._runner.losses(batch, turn.place, (*planned.key, "evaluate"))
             if not turn.is_stand_in:
                 self._ledger.add(0, turn.position, losses)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.experiment.definitions import LoaderArguments
+from pipeline.runtime.collectives import collectives_refused
 from pipeline.runtime.randomness import key_generators
 from pipeline.runtime.signals import die_with_parent, ignore_stop_signals
 from pipeline.stages.plan import PlannedBatch
@@ -31,8 +32,11 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, planned: PlannedBatch) -> Any:
         key_generators(*planned.key)
         transform = self._transform
-        # A transform may edit the point in place and return nothing.
-        return self._collate([point if (new := transform(point)) is None else new for point in self._points(planned)])
+        with collectives_refused(f"datasets/{planned.dataset}.py, its data transform or its collate_fn"):
+            # A transform may edit the point in place and return nothing.
+            return self._collate(
+                [point if (new := transform(point)) is None else new for point in self._points(planned)]
+            )
 
     def __getitems__(self, planned: PlannedBatch) -> Any:
         """Called by torch's fetcher with whatever the batch sampler yields."""

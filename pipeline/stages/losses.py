@@ -62,11 +62,18 @@ def total_losses(sums: np.ndarray) -> np.ndarray:
     return totals
 
 
-def checked_losses(losses: Any, registers: tuple[str, ...], num_items: int, where: str) -> dict[str, torch.Tensor]:
+def checked_losses(
+    losses: Any, registers: tuple[str, ...], num_items: int, where: str, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Return what a module transform gave if it follows the contract: one value per item for each register."""
-    if not isinstance(losses, dict) or set(losses) != set(registers):
-        given = sorted(losses) if isinstance(losses, dict) else type(losses).__name__
-        raise PipelineError(f"{where} must return losses for {sorted(registers)} as a dict, but returned {given}.")
+    if not isinstance(losses, dict):
+        raise PipelineError(f"{where} must return a dict of losses, but returned {type(losses).__name__}.")
+    for problem, names in (("lacks", set(registers) - set(losses)), ("also has", set(losses) - set(registers))):
+        if names:
+            raise PipelineError(
+                f"{where} must return a dict with exactly the keys of its loss_registers, "
+                f"{', '.join(registers)}, but it {problem} {', '.join(sorted(map(str, names)))}."
+            )
     for register in registers:
         loss = losses[register]
         if not isinstance(loss, torch.Tensor) or loss.numel() != num_items:
@@ -74,5 +81,10 @@ def checked_losses(losses: Any, registers: tuple[str, ...], num_items: int, wher
             raise PipelineError(
                 f"{where} must return one value per item for {register!r}, here {num_items}, but returned {given}. Do "
                 "not average over the batch; set point_size if a data point stands for several items."
+            )
+        if loss.device != device:
+            raise PipelineError(
+                f"{where} must return {register!r} on the device of the run, {device}, but it is on {loss.device}.\n"
+                "  fix: compute it from the tensors of the batch, or move it with .to(self.device)."
             )
     return {register: losses[register] for register in registers}

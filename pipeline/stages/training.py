@@ -17,6 +17,7 @@ from pipeline.stages.batches import BatchRunner
 from pipeline.stages.gradients import BatchLosses, Compute, GradientEngine, Verdict, Wishes
 from pipeline.stages.loaders import Ahead
 from pipeline.stages.losses import LossLedger
+from pipeline.stages.memory import out_of_memory_explained
 from pipeline.stages.plan import Place, StepPlan, Turn, deal_rounds, deal_shares
 from pipeline.stages.witness import Witness
 
@@ -61,7 +62,7 @@ class TrainingStage:
         self._engine, self._records = engine, records
         self._settings = experiment.settings.training
         self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
-        self._deal = deal_rounds if experiment.is_sharded else deal_shares
+        self._deal = deal_rounds if experiment.runs_in_rounds else deal_shares
         self._weighter = experiment.components.loss_weighter
         self._looks_at_steps = _overrides(self._weighter, "after_train_step")
         registers = experiment.settings.register_names
@@ -139,10 +140,11 @@ class TrainingStage:
         self, turn: Turn, batch: Any, at: tuple[int, int], shares: dict[str, float], wishes: Wishes | None
     ) -> None:
         key = (self._settings.seed, "step", *at, turn.position)
-        if turn.is_stand_in:
-            self._engine.stand_in(self._stand_in_loss(batch, turn.place, key, shares), wishes)
-        else:
-            self._engine.backward(turn, self._batch_loss(batch, turn.place, key, shares), wishes)
+        with out_of_memory_explained(batch, turn.place, self._processes.device):
+            if turn.is_stand_in:
+                self._engine.stand_in(self._stand_in_loss(batch, turn.place, key, shares), wishes)
+            else:
+                self._engine.backward(turn, self._batch_loss(batch, turn.place, key, shares), wishes)
 
     def _stand_in_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         """Compute what runs the modules that the batch would and adds nothing to their gradients."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline.errors import InvalidExperiment, Problem
-from pipeline.experiment.assembly import Experiment, assemble
+from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
+from pipeline.experiment.checks import sparse_problems
 from pipeline.experiment.settings import parse_settings, read_contents
 from tests.support.experiments import write_experiment
 
@@ -122,8 +123,9 @@ def test_counter_of_unknown_dataset_is_told(tmp_path: Path) -> None:
 def test_everything_frozen_is_told(tmp_path: Path) -> None:
     """Without a trained module there is nothing to do."""
     frozen = "from torch import nn\nmodule = nn.Linear(8, 1)\nsettings = {'frozen': True}\n"
-    problem = only_problem(tmp_path, {f"modules/{name}": frozen for name in ("trunk", "head_a", "head_b")})
-    assert "all are frozen: head_a, head_b, stem, trunk" in problem.what
+    first, *others = problems_of(tmp_path, {f"modules/{name}": frozen for name in ("trunk", "head_a", "head_b")})
+    assert "all are frozen: head_a, head_b, stem, trunk" in first.what
+    assert all("frozen parameters must be in no optimizer" in problem.what for problem in others)
 
 
 def test_parameter_in_no_optimizer_is_told(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_sync_batchnorm_without_cuda_is_told(tmp_path: Path) -> None:
     """A setting that this machine cannot honour is refused, not ignored."""
     problem = only_problem(tmp_path, training={"sync_batchnorm": True})
     assert "sync_batchnorm" in problem.where
-    assert "CUDA" in problem.what
+    assert "accelerator" in problem.what
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2.0**0.5)])
@@ -269,3 +271,80 @@ def test_frozen_module_stays_in_evaluation_mode(tmp_path: Path) -> None:
     assert modules["trunk"].training
     assert not modules["stem"].training
     assert not any(parameter.requires_grad for parameter in modules["stem"].parameters())
+
+
+def test_problems_of_different_kinds_are_in_one_list(tmp_path: Path) -> None:
+    """An empty split, a group without a name and a scheduler that is none do not hide one another."""
+    empty = "from ..utils.points import Points\ndataset = Points(0, 0)\n"
+    plateau = """
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+
+def create_optimizer(modules):
+    return SGD([*modules["head_a"].parameters(), *modules["head_b"].parameters()], lr=0.1)
+
+
+def create_scheduler(optimizer):
+    return ReduceLROnPlateau(optimizer)
+"""
+    found = [problem.what for problem in problems_of(tmp_path, {"datasets/a": empty, "optim_sched/heads": plateau})]
+    assert len(found) == 3
+    for words in ("the train split must have points", "must have a 'name' of its own", "TorchScheduler wraps torch's"):
+        assert any(words in what for what in found)
+
+
+def test_wrong_settings_do_not_hide_wrong_pymodules(tmp_path: Path) -> None:
+    """A misspelt register in a pymodule is found although another settings file is wrong."""
+    weighter = (
+        "from pipeline.components import StaticLossWeighter\nloss_weighter = StaticLossWeighter({'los_a': 1.0})\n"
+    )
+    folder = write_experiment(tmp_path, files={"pymodules/loss_weighter.py": weighter}, training={"sed": 1})
+    with pytest.raises(InvalidExperiment) as raised:
+        read_checked_contents(folder)
+    wrong_key, wrong_register = raised.value.problems
+    assert "Did you mean 'seed'?" in wrong_key.what
+    assert "Did you mean 'loss_a'?" in wrong_register.what
+
+
+def test_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
+    """LBFGS evaluates the loss several times per update, which a step over all ranks cannot do."""
+    lbfgs = """
+from torch.optim import LBFGS
+
+from pipeline.components import BaseScheduler
+
+
+def create_optimizer(modules):
+    optimizer = LBFGS([*modules["head_a"].parameters(), *modules["head_b"].parameters()])
+    optimizer.param_groups[0]["name"] = "heads"
+    return optimizer
+
+
+def create_scheduler(optimizer):
+    return BaseScheduler()
+"""
+    problem = only_problem(tmp_path, {"optim_sched/heads": lbfgs})
+    assert "optim_sched/heads.py" in problem.where
+    assert "LBFGS.step needs a closure" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "reason"),
+    [
+        ({"gradient_reduction": "exact"}, 1, "gradient_reduction: exact"),
+        ({"parallelism": "fsdp"}, 1, "parallelism: fsdp"),
+        ({}, 2, "2 processes"),
+        ({}, 1, None),
+    ],
+)
+def test_sparse_gradients_are_refused_where_ranks_add_them(
+    tmp_path: Path, settings: dict[str, Any], world_size: int, reason: str | None
+) -> None:
+    """One process with the fast reduction has nobody to add them with."""
+    head = "from torch import nn\nmodule = nn.Sequential(nn.Linear(8, 1), nn.Embedding(3, 2, sparse=True))\n"
+    components = assembled(tmp_path, {"modules/head_a": head + "settings = {}\n"}).components
+    folder = write_experiment(tmp_path, "other", training=settings)
+    parsed = parse_settings(read_contents(folder / "settings"))
+    found = [problem.what for problem in sparse_problems(components, parsed, folder, world_size)]
+    assert found == ([f"1 must have dense gradients with {reason}, but has sparse=True"] if reason else [])

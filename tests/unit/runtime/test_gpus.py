@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.errors import UsageError
 from pipeline.runtime import gpus
@@ -51,9 +52,8 @@ def test_failing_driver_is_quoted(driver: Path) -> None:
 
 def test_hanging_driver_is_given_up(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that hangs, as broken ones do, holds nobody up for long."""
-    monkeypatch.setattr(gpus, "_SECONDS_TO_ANSWER", 0.3)
     say(driver, "exec sleep 60")
-    assert "did not answer" in look_at_gpus()[1]
+    assert look_at_gpus(0.3)[1] == "nvidia-smi did not answer within 0.3 seconds"
 
 
 @pytest.mark.parametrize(("allowed", "count"), [(None, 2), ("1", 1), ("", 0), ("-1", 0), ("0,1,2", 2)])
@@ -63,6 +63,32 @@ def test_visible_gpus_are_the_allowed(driver: Path, monkeypatch: pytest.MonkeyPa
     if allowed is not None:
         monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", allowed)
     assert num_visible() == count
+
+
+def test_gpus_that_cannot_be_counted_are_not_taken_for_none(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching one process on eight GPUs, without a word, would waste a night; hidden GPUs need no counting."""
+    monkeypatch.setattr(gpus, "SECONDS_TO_COUNT", 0.3)
+    say(driver, "exec sleep 60")
+    with pytest.raises(UsageError, match=r"did not answer within 0.3 seconds.\n  fix: .*--nproc N"):
+        num_visible()
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "-1")
+    assert num_visible() == 0
+
+
+def test_slow_driver_is_waited_for_when_processes_are_counted(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status table does not wait as long as a launch does."""
+    monkeypatch.setattr(gpus, "SECONDS_TO_COUNT", 20)
+    say(driver, f"sleep 0.5; {TWO}")
+    assert num_visible() == 2
+
+
+def test_other_accelerators_are_counted_by_torch(driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """AMD's and Intel's have no nvidia-smi."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(gpus, "_OTHER_DRIVERS", ())
+    assert num_visible() == 0
+    monkeypatch.setattr(gpus, "_OTHER_DRIVERS", (tmp_path,))
+    assert num_visible() == 4
 
 
 @pytest.mark.parametrize(("text", "devices"), [("0", [0]), ("0-3", [0, 1, 2, 3]), ("0,2,5-6", [0, 2, 5, 6])])
