@@ -7,7 +7,7 @@ WORKERS ?= -n 2 --dist worksteal
 # The long ones wait even more.
 LONG_WORKERS ?= -n 3 --dist worksteal
 
-.PHONY: demo test test-all campaign check bench pictures clean
+.PHONY: demo test test-all campaign gpu-proof check bench pictures clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -30,6 +30,10 @@ campaign: .venv/installed
 	$(BIN)/python -m tests.crash lives --nproc 2 --kills 100 --seed $(SEED)
 	$(BIN)/python -m tests.crash lives --nproc 4 --kills 100 --seed $(SEED)
 	$(BIN)/python -m tests.crash kills --nproc 4 --kills 100 --seed $(SEED)
+
+# For people who have a GPU: tries there what the tests can only simulate, and prints a table.
+gpu-proof: .venv/installed
+	$(BIN)/python -m tests.proof $(PROOF)
 
 check: .venv/installed
 	$(BIN)/ruff check .

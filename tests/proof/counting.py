@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from pipeline.arguments import parse_arguments
 from pipeline.entry import attempt
 from pipeline.machinery import Machinery
-from pipeline.stages.gradients import Verdict
+from pipeline.stages.gradients import GradientEngine, Verdict
 from pipeline.stages.witness import Witness
 from tests.proof.experiments import deep_model
 
@@ -35,6 +35,8 @@ class StepCounts:
 
     kernels: int
     waits: int
+    # Whether the next batch was loaded while the device still had work to do.
+    loads_while_busy: bool = False
 
 
 class SimulatedCounter:
@@ -82,13 +84,25 @@ class CountingWitness(Witness):
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
+        self._was_busy = False
         self.steps: list[StepCounts] = []
 
     def step_begins(self, epoch: int, step: int) -> None:
+        self._was_busy = False
         self._counter.start()
 
     def step_ends(self, verdict: Verdict) -> None:
-        self.steps.append(self._counter.stop())
+        self.steps.append(replace(self._counter.stop(), loads_while_busy=self._was_busy))
+
+    def watch_loading(self, engine: GradientEngine) -> None:
+        """Ask the device, whenever a batch is loaded ahead, whether it still works."""
+        use_wait = engine._use_wait
+
+        def ask_and_use() -> None:
+            self._was_busy = not torch.accelerator.current_stream().query()
+            use_wait()
+
+        engine._use_wait = ask_and_use  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> int:
@@ -97,6 +111,7 @@ def main(words: list[str]) -> int:
     def watch(machinery: Machinery) -> None:
         witnesses.append(CountingWitness(new_counter(machinery.processes.device.type)))
         machinery.training.witness = witnesses[0]
+        witnesses[0].watch_loading(machinery.engine)
 
     code = attempt(parse_arguments(words), watch)
     if witnesses:

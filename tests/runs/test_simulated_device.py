@@ -7,18 +7,22 @@ must be the same. A wait that is missing anywhere leaves garbage in what is comm
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.proof.experiments import write_deep
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import BackgroundRun, environment, run_process
+from tests.support.simulated.environment import SIMULATED
 
 ROOT = Path(__file__).parents[2]
-SIMULATED = {"PYTHONPATH": str(ROOT / "tests" / "support" / "simulated" / "site")}
 
 
 def data_of(home: Path, name: str = "tiny") -> dict[str, bytes]:
@@ -123,30 +127,6 @@ for number in range(24):
     assert {step["waits"] for step in others} == {1}
 
 
-def test_float64_and_complex_weights_train(tmp_path: Path) -> None:
-    """Their gradients have norms too."""
-    module = """
-import torch
-from torch import nn
-
-
-class Odd(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Parameter(torch.ones(6, dtype=torch.float64))
-        self.turned = nn.Parameter(torch.ones(6, dtype=torch.complex64))
-
-    def forward(self, images):
-        pixels = images[:, 0, 0, :]
-        return ((pixels * self.turned).real + pixels * self.wide).float().sum(1, keepdim=True)
-
-
-module = Odd()
-"""
-    write_deep(tmp_path, module=module)
-    finished(tmp_path, "--stop-after-epoch", "1", simulated=False, name="deep")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
@@ -191,3 +171,165 @@ def test_evaluation_on_the_device_has_the_values_of_the_cpu(tmp_path: Path) -> N
 
 def committed(state_file: Path) -> int:
     return int(json.loads(state_file.read_text())["generation"]) if state_file.exists() else 0
+
+
+def test_next_batch_is_loaded_while_the_device_works(tmp_path: Path) -> None:
+    """Loading and copying are hidden behind the kernels of the step before."""
+    write_deep(tmp_path, training={"checkpoint_every_steps": None}, logging={"text": {"every_steps": 1000}})
+    steps = steps_of(tmp_path, "deep")
+    assert all(step["loads_while_busy"] for step in steps)
+
+
+BATCH_OBJECTS = """
+from collections import UserDict
+
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+train_dataloader_args = {"batch_size": 4}
+eval_dataloader_args = {"batch_size": 4}
+
+
+class Moving:
+    def __init__(self, values):
+        self.values = values
+
+    def to(self, device):
+        return Moving(self.values.to(device))
+
+
+def collate_fn(points):
+    batch = default_collate(points)
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    return UserDict(x=Moving(batch["x"]), y=batch["y"], packed=packed)
+"""
+TAKES_OBJECTS = """
+from torch.nn.utils.rnn import PackedSequence
+
+from pipeline.components import BaseModuleTransform
+
+loss_registers = ["loss_a", "error"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        assert isinstance(batch["packed"], PackedSequence)
+        images = batch["x"].values[:, None, None, :].expand(-1, 1, 6, 6)
+        difference = modules["trunk"](images)[:, 0] - batch["y"] * batch["packed"].data[0]
+        return {"loss_a": difference**2, "error": difference.detach().abs()}
+"""
+
+
+def test_batches_may_be_objects_that_move_themselves(tmp_path: Path) -> None:
+    """A mapping that is no dict, an object with a method to, and torch's PackedSequence reach the device."""
+    for home in ("sim", "cpu"):
+        pymodules = write_deep(tmp_path / home) / "pymodules"
+        (pymodules / "dataloaders" / "a.py").write_text(BATCH_OBJECTS)
+        (pymodules / "module_transforms" / "a.py").write_text(TAKES_OBJECTS)
+        finished(tmp_path / home, "--stop-after-epoch", "1", simulated=home == "sim", name="deep")
+    assert data_of(tmp_path / "sim", "deep") == data_of(tmp_path / "cpu", "deep")
+
+
+def test_loss_on_the_host_is_named_at_the_first_batch(tmp_path: Path) -> None:
+    """Not 64 steps later, when losses are collected."""
+    pymodules = write_deep(tmp_path) / "pymodules"
+    transform = pymodules / "module_transforms" / "a.py"
+    transform.write_text(transform.read_text().replace("difference.detach().abs()", "difference.detach().abs().cpu()"))
+    done = run_process(tmp_path, name="deep", env=SIMULATED)
+    assert done.returncode == 1
+    assert (
+        "module_transforms/a.py must return 'error' on the device of the run, sim:0, but it is on cpu." in done.stderr
+    )
+
+
+def test_out_of_memory_names_dataset_shapes_and_batch_size(tmp_path: Path) -> None:
+    """One sentence and what to do about it, instead of an allocator's table."""
+    write_deep(tmp_path)
+    done = run_process(tmp_path, name="deep", env={**SIMULATED, "SIMULATED_DEVICE_BYTES": "100000"})
+    assert done.returncode == 1
+    assert (
+        "Out of memory on sim:0 in a batch of dataset 'a' with batch_size 4: x (4, 6) float32, y (4,) float32, "
+        "idx (4,) int64.\n  fix: lower batch_size in pymodules/dataloaders/a.py"
+    ) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+EQUAL_DATASETS = {
+    f"pymodules/datasets/{name}.py": """
+    from ..utils.points import Points
+
+    dataset = Points(50, 0)
+"""
+    for name in ("a", "b")
+}
+PLAIN = {
+    "pymodules/data_transforms/a.py": """
+        from pipeline.components import BaseDataTransform
+
+        TrainDataTransform = EvalDataTransform = BaseDataTransform
+    """,
+    "pymodules/modules/trunk.py": """
+        from torch import nn
+
+        module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU())
+        settings = {}
+    """,
+}
+
+
+def with_batches_of(size: int) -> dict[str, str | None]:
+    loading = f"train_dataloader_args = {{'batch_size': {size}}}\neval_dataloader_args = {{'batch_size': 4}}\n"
+    files: dict[str, str | None] = {**EQUAL_DATASETS, **PLAIN}
+    return files | {f"pymodules/dataloaders/{name}.py": loading for name in ("a", "b")}
+
+
+@pytest.mark.slow
+def test_synchronised_batchnorm_with_two_datasets_is_that_of_larger_batches(tmp_path: Path) -> None:
+    """All ranks run the same dataset at the same time: two of them with batches of 4 are one with batches of 8."""
+    settings: dict[str, object] = {"data_loading": {"step_min_items": 16}}
+    write_experiment(tmp_path / "two", files=with_batches_of(4), training={"sync_batchnorm": True}, **settings)
+    finished(tmp_path / "two", nproc=2)
+    write_experiment(tmp_path / "one", files=with_batches_of(8), **settings)
+    finished(tmp_path / "one", simulated=False)
+    for register in ("loss_a", "loss_b"):
+        records = [
+            tmp_path / home / "experiment_results/tiny/data/loss_reg_data/train" / register / "step_data_1.npz"
+            for home in ("two", "one")
+        ]
+        curves = [np.load(record)["means"] for record in records]
+        assert np.allclose(*curves, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_uneven_steps_with_synchronised_batchnorm_are_refused(tmp_path: Path) -> None:
+    """A rank without a batch of the dataset would never enter the layer, and the others would wait for it."""
+    write_experiment(tmp_path, training={"sync_batchnorm": True})
+    done = run_process(tmp_path, nproc=2, env=SIMULATED)
+    assert done.returncode == 1
+    assert "multiple of the 2 processes, but step " in done.stderr
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_ends_the_others_within_seconds(tmp_path: Path) -> None:
+    """A kernel that waits for a lost peer never ends, and torchrun would kill its host only after 30 seconds."""
+    write_experiment(tmp_path, training={"checkpoint_every_steps": 1})
+    state_file = tmp_path / "experiment_results" / "tiny" / "state.json"
+    with BackgroundRun(tmp_path, nproc=2, env=SIMULATED) as run:
+        run.wait_for(lambda: committed(state_file) >= 3)
+        began = time.monotonic()
+        os.kill(run.worker_pids()[1], signal.SIGKILL)
+        run.process.wait(timeout=60)
+        seconds = time.monotonic() - began
+        output = run.output.read_text()
+    assert "Ended because another process of this run has failed or was killed. The last commit is intact" in output
+    assert seconds < 25
+
+
+@pytest.mark.slow
+def test_proof_for_people_with_a_gpu_runs_here(tmp_path: Path) -> None:
+    """Every promise that the simulated device can keep is kept, and the table says which it cannot."""
+    line = [sys.executable, "-m", "tests.proof", "--simulated"]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 passed, 0 failed, 2 not tried" in done.stdout

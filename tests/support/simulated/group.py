@@ -95,6 +95,9 @@ class SimulatedGroup(dist.ProcessGroup):
             lambda group, given: group.allgather([list(given[1].view(size, *given[0].shape))], [given[0]]),
         )
 
+    def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
+        return self._allgather_base(output, tensor, options)
+
     def gather(self, outputs: Any, inputs: Any, options: Any) -> Any:
         gathered = outputs[0] if outputs else []
         return self._call(

@@ -41,6 +41,8 @@ class _Allocation:
     """Hangs on a storage, and so ends with it."""
 
     def __init__(self, num_bytes: int) -> None:
+        # First, because this object may end without having been counted.
+        self._num_bytes = 0
         USAGE.add(num_bytes)
         self._num_bytes = num_bytes
 

@@ -359,6 +359,79 @@ def scaled_dot_product_attention(
     )[0]
 
 
+def batch_norm_stats(inputs: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """SyncBatchNorm has kernels of its own, which the CPU lacks; here they are made of other operators."""
+    others = [dim for dim in range(inputs.dim()) if dim != 1]
+    variance, mean = torch.var_mean(inputs.float(), others, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def batch_norm_gather_stats_with_counts(
+    inputs: torch.Tensor,
+    means: torch.Tensor,
+    inverse_deviations: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = (counts / counts.sum()).unsqueeze(1)
+    mean = (weights * means).sum(0)
+    variance = (weights * (inverse_deviations**-2 - eps + (means - mean) ** 2)).sum(0)
+    if running_mean is not None and running_var is not None:
+        running_mean.mul_(1 - momentum).add_(momentum * mean)
+        running_var.mul_(1 - momentum).add_(momentum * variance * counts.sum() / (counts.sum() - 1))
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def batch_norm_elemt(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    scale = _per_channel(inverse_deviation * weight, inputs)
+    return (inputs - _per_channel(mean, inputs)) * scale + _per_channel(bias, inputs)
+
+
+def batch_norm_backward_reduce(
+    gradient: torch.Tensor,
+    inputs: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    weight: torch.Tensor,
+    *needed: bool,
+) -> tuple[torch.Tensor, ...]:
+    others = [dim for dim in range(inputs.dim()) if dim != 1]
+    total = gradient.sum(others)
+    product = (gradient * (inputs - _per_channel(mean, inputs))).sum(others)
+    return total, product, product * inverse_deviation, total
+
+
+def batch_norm_backward_elemt(
+    gradient: torch.Tensor,
+    inputs: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_deviation: torch.Tensor,
+    weight: torch.Tensor,
+    total: torch.Tensor,
+    product: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    count = counts.sum()
+    centred = inputs - _per_channel(mean, inputs)
+    from_mean = _per_channel(total / count, inputs)
+    from_variance = centred * _per_channel(product / count * inverse_deviation**2, inputs)
+    return (gradient - from_mean - from_variance) * _per_channel(inverse_deviation * weight, inputs)
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
@@ -370,6 +443,11 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "convolution_overrideable": convolution,
     "convolution_backward_overrideable": convolution_backward,
     "scaled_dot_product_attention": scaled_dot_product_attention,
+    "batch_norm_stats": batch_norm_stats,
+    "batch_norm_gather_stats_with_counts": batch_norm_gather_stats_with_counts,
+    "batch_norm_elemt": batch_norm_elemt,
+    "batch_norm_backward_reduce": batch_norm_backward_reduce,
+    "batch_norm_backward_elemt": batch_norm_backward_elemt,
 }
 
 
