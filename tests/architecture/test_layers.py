@@ -67,7 +67,7 @@ def test_every_part_has_its_place() -> None:
 WITHOUT_TORCH = {
     "new": ["other"],
     "status": ["tiny"],
-    "launch": ["tiny", "--print"],
+    "launch": ["tiny", "--nproc", "1", "--print"],
     "slurm": ["tiny", "--time", "10", "--print"],
     "logs": ["tiny"],
     "stop": ["tiny"],

@@ -333,3 +333,35 @@ def test_proof_for_people_with_a_gpu_runs_here(tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 passed, 0 failed, 2 not tried" in done.stdout
+
+
+SHOWS = """
+    def predict(self, batch, modules):
+        return {"sums": batch["x"].sum(1)}
+
+    def images(self, batch, modules):
+        return {"row": batch["x"][:1, None, :].sigmoid().expand(1, 6, 6)}
+"""
+
+
+@pytest.mark.slow
+def test_verbs_read_the_device(tmp_path: Path) -> None:
+    """check, predictions, images, a replayed step and the proof of a resume bring tensors to the host."""
+    pymodules = write_deep(tmp_path) / "pymodules"
+    transform = pymodules / "module_transforms" / "a.py"
+    transform.write_text(transform.read_text() + SHOWS)
+
+    def call(*words: str) -> str:
+        line = [sys.executable, "-m", "pipeline", *words, "--data-home", str(tmp_path)]
+        done = subprocess.run(line, cwd=ROOT, env=environment(SIMULATED), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "1 on sim" in call("check", "deep")
+    finished(tmp_path, "--stop-after-epoch", "1", name="deep")
+    assert list((tmp_path / "experiment_logs" / "deep").rglob("*.png"))
+    predictions = tmp_path / "predictions.npz"
+    call("evaluate", "deep", "--pool", "last", "--out", str(predictions))
+    assert any("sums" in name for name in np.load(predictions).files)
+    call("replay", "deep", "--epoch", "1", "--step", "2", "--save", str(tmp_path / "step"))
+    assert "bit" in call("verify-resume", "deep")
