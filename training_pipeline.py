@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.arguments import has_launcher, parse_arguments
-from pipeline.runtime.signals import end_with_launcher
+from pipeline.system.stop_requests import end_with_launcher
 
 
 def main(words: list[str] | None = None) -> int:
@@ -12,13 +12,13 @@ def main(words: list[str] | None = None) -> int:
     if has_launcher():
         end_with_launcher()
     # Only a valid command line is worth the seconds that importing torch takes.
-    from pipeline.entry import attempt
+    from pipeline.worker import attempt
 
     return attempt(arguments)
 
 
 if __name__ == "__main__":
     code = main()
-    from pipeline.entry import leave
+    from pipeline.worker import leave
 
     leave(code)

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.machinery import Machinery
+from pipeline.monitoring.journal import EPOCH
 from pipeline.progress import EVALUATION, TRAINING, Progress
-from pipeline.results.journal import EPOCH
-from pipeline.runtime.accelerators import memory_in_mb
-from pipeline.runtime.durable import Changes
-from pipeline.runtime.logs import LOGGER
-from pipeline.runtime.randomness import key_generators
-from pipeline.runtime.wording import shown_duration
-from pipeline.stages.batches import BatchRunner
-from pipeline.stages.gradients import Wishes
-from pipeline.stages.training import StepReport
-from pipeline.tracking.bar import ProgressBar
-from pipeline.tracking.blocks import latest_values
-from pipeline.tracking.lines import shown_losses, shown_rates, train_line, val_line
-from pipeline.tracking.pace import Pace
+from pipeline.session import Machinery
+from pipeline.system.accelerators import memory_in_mb
+from pipeline.system.disk import Changes
+from pipeline.system.formatting import shown_duration
+from pipeline.system.logging import LOGGER
+from pipeline.system.seeding import key_generators
+from pipeline.tracking.log_lines import shown_losses, shown_rates, train_line, val_line
+from pipeline.tracking.progress_bar import ProgressBar
 from pipeline.tracking.publisher import Publisher
+from pipeline.tracking.startup_summary import latest_values
+from pipeline.tracking.step_timer import Pace
+from pipeline.training.batch_runner import BatchRunner
+from pipeline.training.engines.base import Wishes
+from pipeline.training.training import StepReport
 
 # What the policies decide after an epoch; the names are shown if ranks do not agree.
 _IMPROVEMENT = "improvement() of early_stopper.py"

@@ -12,40 +12,40 @@ from typing import Any
 import torch
 
 from pipeline.arguments import AUTO, RESET, RESUME, Arguments, verb_line
+from pipeline.checkpoint.committed_files import CommittedFiles, CommitToRead, committed_files
+from pipeline.checkpoint.parts import PersistedParts, is_counted, restore_counters
+from pipeline.distributed.hardware import compare_hardware
+from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
-from pipeline.experiment.datasets import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
-from pipeline.experiment.persisted import PersistedParts, is_counted, restore_counters
-from pipeline.experiment.pymodules import relocate
-from pipeline.experiment.settings import Contents, differing_overrides, parse_settings, read_contents
+from pipeline.experiment.dataset_fingerprints import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
+from pipeline.experiment.initial_weights import load_initial_weights
+from pipeline.experiment.pymodules.loader import relocate
+from pipeline.experiment.settings.settings import Contents, differing_overrides, parse_settings, read_contents
 from pipeline.experiment.sharding import mesh_of
-from pipeline.experiment.weights import load_initial_weights
+from pipeline.lifecycle.finished import finished_lines, settle
+from pipeline.lifecycle.frozen_copy import copy_folder, differing_files, digest_folder, refuse_edited_copy
+from pipeline.lifecycle.mode import check_settings_exist, decide, look
+from pipeline.lifecycle.provenance import describe_start
+from pipeline.lifecycle.reset import check_shared, check_writable, open_fresh, reset
+from pipeline.lifecycle.restarts import was_started_before
+from pipeline.lifecycle.starts import compare_starts, read_starts, record_start, run_id
 from pipeline.loop import Loop
-from pipeline.machinery import Machinery, build_machinery
+from pipeline.monitoring.journal import END, START
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
 from pipeline.report.ending import reported
 from pipeline.report.page import leave_report
-from pipeline.results.copies import copy_folder, differing_files, digest_folder, refuse_edited_copy
-from pipeline.results.journal import END, START
-from pipeline.results.lock import RunLock
-from pipeline.results.preparation import check_shared, check_writable, open_fresh, reset
-from pipeline.results.provenance import describe_start
-from pipeline.results.restarts import was_started_before
-from pipeline.results.restoring import CommittedFiles, CommitToRead, committed_files
-from pipeline.results.settling import finished_lines, settle
-from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.results.starts import compare_starts, read_starts, record_start, run_id
-from pipeline.results.store import ResultsStore, peek
-from pipeline.runtime.durable import Disk
-from pipeline.runtime.hardware import compare_hardware
-from pipeline.runtime.logs import LOGGER, start_console, start_file
-from pipeline.runtime.processes import Processes
-from pipeline.runtime.randomness import set_deterministic
-from pipeline.tracking.blocks import WARNING_MARK, change_lines, first_block, last_block, next_line, step_lines
+from pipeline.session import Machinery, build_machinery
+from pipeline.store.lock import RunLock
+from pipeline.store.store import ResultsStore, peek
+from pipeline.system.disk import Disk
+from pipeline.system.logging import LOGGER, start_console, start_file
+from pipeline.system.seeding import set_deterministic
+from pipeline.tracking.factory import check_installed, create_trackers, publish_rest, tracked_run
 from pipeline.tracking.publisher import Publisher
-from pipeline.tracking.trackers import check_installed, create_trackers, publish_rest, tracked_run
+from pipeline.tracking.startup_summary import WARNING_MARK, change_lines, first_block, last_block, next_line, step_lines
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
 Watch = Callable[[Machinery], None]

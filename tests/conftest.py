@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.runtime.logs import stop_logging
-from pipeline.runtime.signals import STOP_SIGNALS
+from pipeline.system.logging import stop_logging
+from pipeline.system.stop_requests import STOP_SIGNALS
 from tests.support.experiments import write_experiment
 from tests.support.running import end_launched, run_inside
 

@@ -1,1 +1,1 @@
-"""One file per helper verb."""
+"""The verbs of the command line, one file each, and nothing else."""

@@ -18,24 +18,23 @@ import torch
 from torch import nn
 
 from pipeline.arguments import RESET, RESUME, Arguments
+from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.counting import count
-from pipeline.experiment.settings import parse_settings
-from pipeline.experiment.user_code import user_problem
-from pipeline.experiment.weights import load_initial_weights
-from pipeline.machinery import create_engine, create_module_transforms
+from pipeline.experiment.initial_weights import load_initial_weights
+from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.experiment.settings.settings import parse_settings
+from pipeline.lifecycle.finished import finished_lines
+from pipeline.lifecycle.mode import check_settings_exist, decide, look
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.settling import finished_lines
-from pipeline.results.situation import check_settings_exist, decide, look
-from pipeline.runtime.processes import Processes
-from pipeline.runtime.terminal import clipped, table
-from pipeline.stages.batches import BatchRunner
-from pipeline.stages.gradients import BatchLosses, GradientEngine, Wishes
-from pipeline.stages.memory import out_of_memory_explained
-from pipeline.stages.plan import Place, StepPlan, Turn, evaluation_places
-from pipeline.tracking.blocks import first_block, step_lines
-from pipeline.tracking.trackers import check_installed
+from pipeline.session import create_engine, create_module_transforms
+from pipeline.system.formatting import clipped, table
+from pipeline.tracking.factory import check_installed
+from pipeline.tracking.startup_summary import first_block, step_lines
+from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
+from pipeline.training.engines.base import BatchLosses, GradientEngine, Wishes
+from pipeline.training.step_plan import Place, StepPlan, Turn, evaluation_places
 
 EXAMPLE = "example:\n  python -m pipeline check digits --set data_loading.step_min_items=128"
 _SHOWN = 5

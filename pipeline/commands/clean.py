@@ -11,14 +11,14 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.lifecycle.mode import check_results_exist, look
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.lock import RunLock, check_free
-from pipeline.results.manifest import Manifest
-from pipeline.results.situation import check_results_exist, look
-from pipeline.results.store import ResultsStore, peek
-from pipeline.runtime.durable import Changes, Disk
-from pipeline.runtime.looking import num_bytes
-from pipeline.runtime.wording import shown_bytes
+from pipeline.store.lock import RunLock, check_free
+from pipeline.store.manifest import Manifest
+from pipeline.store.store import ResultsStore, peek
+from pipeline.system.disk import Changes, Disk
+from pipeline.system.files import num_bytes
+from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline clean digits --keep epoch_10 --yes"
 _POOLS, _OPTIMIZERS, _LOGS = "module_ckps/", "optim_ckps/", "logs"

@@ -9,16 +9,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.experiment.settings import read_contents
+from pipeline.experiment.settings.settings import read_contents
+from pipeline.lifecycle.frozen_copy import digest_folder
+from pipeline.lifecycle.mode import check_results_exist
+from pipeline.monitoring.curves import History
+from pipeline.monitoring.experiment_state import state_of
 from pipeline.paths import ExperimentPaths, data_home, results_names
-from pipeline.results.copies import digest_folder
-from pipeline.results.history import History
-from pipeline.results.situation import check_results_exist
-from pipeline.results.states import state_of
-from pipeline.results.store import peek
-from pipeline.runtime.json_values import as_json, flat
-from pipeline.runtime.terminal import table
-from pipeline.runtime.wording import shown_value
+from pipeline.store.store import peek
+from pipeline.system.formatting import as_json, flat, shown_value, table
 
 EXAMPLE = "example:\n  python -m pipeline compare digits variant --csv > both.csv"
 Facts = dict[str, Any]

@@ -9,18 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.arguments import DEVICE_HELP, has_launcher
-from pipeline.commands.evaluating import SPLITS, Request, evaluate
-from pipeline.commands.outcomes import SHARD_SUFFIXES, SUFFIXES, Outcome, lines, merge, read_shard
-from pipeline.entry import join_and_act, leave
+from pipeline.distributed.processes import Processes
 from pipeline.errors import UsageError
+from pipeline.evaluation.evaluate import SPLITS, Request, evaluate
+from pipeline.evaluation.result import SHARD_SUFFIXES, SUFFIXES, Outcome, lines, merge, read_shard
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.runtime.json_values import as_json
-from pipeline.runtime.logs import start_console
-from pipeline.runtime.output_files import check_output, write_output
-from pipeline.runtime.processes import Processes
-from pipeline.runtime.signals import end_with_launcher
-from pipeline.runtime.wording import shown_bytes
-from pipeline.stages.predictions import join_predictions
+from pipeline.system.files import check_output, write_output
+from pipeline.system.formatting import as_json, shown_bytes
+from pipeline.system.logging import start_console
+from pipeline.system.stop_requests import end_with_launcher
+from pipeline.training.predictions import join_predictions
+from pipeline.worker import join_and_act, leave
 
 EXAMPLE = """\
 examples:

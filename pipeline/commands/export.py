@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.commands.exported import SUFFIXES, Exported, from_experiment, from_file, writer
 from pipeline.errors import UsageError, nearest
+from pipeline.evaluation.exported_module import SUFFIXES, Exported, from_experiment, from_file, writer
 from pipeline.paths import ExperimentPaths, data_home, results_names
-from pipeline.runtime.output_files import check_output, write_output
-from pipeline.runtime.safe_loading import SAFETENSORS, safetensors_package
-from pipeline.runtime.wording import shown_bytes
+from pipeline.serialization.torch_files import SAFETENSORS, safetensors_package
+from pipeline.system.files import check_output, write_output
+from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = """\
 examples:

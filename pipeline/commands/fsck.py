@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Iterator
 
 from pipeline.arguments import command_line
-from pipeline.experiment.persisted import PersistedParts
+from pipeline.checkpoint.parts import PersistedParts
+from pipeline.lifecycle.frozen_copy import differing_files
+from pipeline.lifecycle.mode import check_results_exist
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.inspection import Inspection, inspect
-from pipeline.results.lock import check_free
-from pipeline.results.situation import check_results_exist
-from pipeline.runtime.wording import shown_bytes
+from pipeline.store.lock import check_free
+from pipeline.store.verify import Inspection, inspect
+from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline fsck digits"
 _SHOWN = 20
@@ -26,6 +27,8 @@ def execute(arguments: argparse.Namespace) -> int:
     check_results_exist(paths)
     check_free(paths)
     found = inspect(paths, PersistedParts.is_needed)
+    if found.commits:
+        found.edited_copies = differing_files(paths.results, found.commits[0].copies)
     for line in _lines(paths, found):
         print(line)
     return 1 if found.is_damaged else 0

@@ -7,11 +7,11 @@ import shlex
 import sys
 from itertools import combinations
 
-from pipeline.commands.launching import TrainingLine, start_in_background, training_line
 from pipeline.errors import StateConflict, UsageError
+from pipeline.launch.torchrun_command import TrainingLine, start_in_background, training_line
+from pipeline.lifecycle.mode import check_known
+from pipeline.monitoring.experiment_state import LIVE, state_of
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.situation import check_known
-from pipeline.results.states import LIVE, state_of
 
 EXAMPLE = """\
 examples:

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from pipeline.errors import StateConflict, UsageError
+from pipeline.lifecycle.mode import check_known
+from pipeline.monitoring.experiment_state import LIVE, state_of
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.situation import check_known
-from pipeline.results.states import LIVE, state_of
-from pipeline.runtime.looking import last_lines
+from pipeline.system.files import last_lines
 
 EXAMPLE = "examples:\n  python -m pipeline logs digits -f\n  python -m pipeline logs digits --rank 1"
 _SECONDS_BETWEEN_LOOKS = 0.3

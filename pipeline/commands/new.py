@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 from pipeline.errors import StateConflict, UsageError
-from pipeline.experiment.copied_files import copied_files
-from pipeline.experiment.settings import read_contents
+from pipeline.experiment.pymodules.source_files import copied_files
+from pipeline.experiment.settings.settings import read_contents
+from pipeline.lifecycle.mode import unknown_experiment
 from pipeline.paths import ExperimentPaths, data_home, settings_names
-from pipeline.results.situation import unknown_experiment
 
 EXAMPLE = "example:\n  python -m pipeline new my_digits --template digits --set training.seed=1"
 

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.commands.retrace import read_trace, retrace, scratch_home
+from pipeline.checkpoint.parts import PersistedParts
 from pipeline.errors import PipelineError, UsageError
-from pipeline.experiment.persisted import PersistedParts
+from pipeline.lifecycle.mode import check_results_exist
+from pipeline.lifecycle.starts import read_starts
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.comparison import read_any
-from pipeline.results.generations import Generations
-from pipeline.results.inspection import inspect
-from pipeline.results.lock import check_free
-from pipeline.results.manifest import Manifest, State, sealed_json
-from pipeline.results.situation import check_results_exist
-from pipeline.results.starts import read_starts
-from pipeline.results.store import peek
+from pipeline.store.compare import read_any
+from pipeline.store.generations import Generations
+from pipeline.store.lock import check_free
+from pipeline.store.manifest import Manifest, State, sealed_json
+from pipeline.store.store import peek
+from pipeline.store.verify import inspect
+from pipeline.tracing.retrace import read_trace, retrace, scratch_home
 
 EXAMPLE = "example:\n  python -m pipeline replay digits --epoch 3 --step 17"
 _SHOWN_POINTS = 12

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from pipeline.errors import UsageError
+from pipeline.lifecycle.mode import check_results_exist
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.report.page import write_report
-from pipeline.results.situation import check_results_exist
-from pipeline.runtime.wording import shown_bytes
+from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline report digits my_digits --out both.html"
 _SEVERAL = "report.html"

@@ -7,7 +7,7 @@ import os
 
 from pipeline.arguments import parse_arguments
 from pipeline.commands.check import check_before_run
-from pipeline.commands.launching import start_in_background, training_line
+from pipeline.launch.torchrun_command import start_in_background, training_line
 from pipeline.paths import ExperimentPaths, data_home
 
 EXAMPLE = """\

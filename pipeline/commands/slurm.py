@@ -7,14 +7,14 @@ import re
 
 from pipeline.arguments import verb_line
 from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, parse_chains
-from pipeline.commands.launching import TrainingLine, training_line
-from pipeline.commands.slurm_script import Job
 from pipeline.errors import UsageError
+from pipeline.launch.slurm_script import Job
+from pipeline.launch.torchrun_command import TrainingLine, training_line
+from pipeline.lifecycle.mode import check_known
+from pipeline.monitoring.launch_record import record_job
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.launches import record_job
-from pipeline.results.situation import check_known
-from pipeline.runtime.regular_files import replace_text
-from pipeline.runtime.scheduler import check_can_submit, submit
+from pipeline.system.files import replace_text
+from pipeline.system.slurm_client import check_can_submit, submit
 
 EXAMPLE = """\
 examples:

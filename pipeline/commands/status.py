@@ -9,15 +9,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.lifecycle.mode import all_names, check_known
+from pipeline.monitoring.experiment_state import FINISHED, LIVE, NEW, RUNNING, STARTING, UNFINISHED, WAITING
+from pipeline.monitoring.overview import describe
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
-from pipeline.results.overview import describe
-from pipeline.results.situation import all_names, check_known
-from pipeline.results.states import FINISHED, LIVE, NEW, RUNNING, STARTING, UNFINISHED, WAITING
-from pipeline.runtime.gpus import look_at_gpus
-from pipeline.runtime.looking import last_lines
-from pipeline.runtime.terminal import clipped, table
-from pipeline.runtime.wording import shown_bytes, shown_duration, shown_value, sparkline
+from pipeline.system.files import last_lines
+from pipeline.system.formatting import clipped, shown_bytes, shown_duration, shown_value, sparkline, table
+from pipeline.system.nvidia_smi import look_at_gpus
 
 EXAMPLE = "examples:\n  python -m pipeline status\n  python -m pipeline status digits --watch"
 EXIT_CODES = {FINISHED: 0, RUNNING: 4, STARTING: 4, WAITING: 4, UNFINISHED: 5, NEW: 6}

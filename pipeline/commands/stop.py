@@ -8,12 +8,12 @@ import time
 
 from pipeline.arguments import command_line
 from pipeline.errors import StateConflict
+from pipeline.lifecycle.mode import check_known
+from pipeline.monitoring.experiment_state import RUNNING, STARTING, WAITING, state_of
+from pipeline.monitoring.launch_record import launch_facts
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.results.launches import launch_facts
-from pipeline.results.lock import find_stop_file
-from pipeline.results.situation import check_known
-from pipeline.results.states import RUNNING, STARTING, WAITING, state_of
-from pipeline.runtime.regular_files import replace_text
+from pipeline.store.lock import find_stop_file
+from pipeline.system.files import replace_text
 
 EXAMPLE = "example:\n  python -m pipeline stop digits --after epoch --wait"
 _SECONDS_BETWEEN_LOOKS = 0.5

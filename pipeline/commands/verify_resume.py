@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.commands.retrace import read_trace, retrace, scratch_home
 from pipeline.errors import PipelineError, UsageError
-from pipeline.experiment.settings import FSDP, parse_settings, read_contents
+from pipeline.experiment.settings.settings import FSDP, parse_settings, read_contents
+from pipeline.lifecycle.mode import unknown_experiment
 from pipeline.paths import ExperimentPaths, data_home, settings_names
-from pipeline.results.comparison import first_difference
-from pipeline.results.situation import unknown_experiment
+from pipeline.store.compare import first_difference
+from pipeline.tracing.retrace import read_trace, retrace, scratch_home
 
 EXAMPLE = """\
 examples:

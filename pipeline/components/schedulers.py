@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipeline.components.stateful import Stateful, load_json, save_json
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.serialization.torch_files import load_tensors
 
 
 class BaseScheduler(Stateful):

@@ -1,1 +1,1 @@
-"""The experiment as written: settings, pymodules, cross-checks, assembly, initial weights, persisted parts."""
+"""From an author's files to an assembled experiment, with every check. Nothing here trains or writes results."""

@@ -23,14 +23,14 @@ from pipeline.experiment.checks import (
     unevaluated_registers,
 )
 from pipeline.experiment.compilation import compile_module
-from pipeline.experiment.contracts import ContractReader
-from pipeline.experiment.definitions import Components
-from pipeline.experiment.pymodules import PymoduleLoader
-from pipeline.experiment.settings import Contents, Settings, parse_settings, read_contents, readable_contents
+from pipeline.experiment.pymodules.contracts import ContractReader
+from pipeline.experiment.pymodules.definitions import Components
+from pipeline.experiment.pymodules.loader import PymoduleLoader
+from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.experiment.settings.settings import Contents, Settings, parse_settings, read_contents, readable_contents
 from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
-from pipeline.experiment.user_code import user_problem
-from pipeline.runtime.accelerators import CPU, has_fused_kernels
-from pipeline.runtime.randomness import key_generators
+from pipeline.system.accelerators import CPU, has_fused_kernels
+from pipeline.system.seeding import key_generators
 
 # Not SGD: its kernel fails at sparse gradients, and at a momentum that begins later than others.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)

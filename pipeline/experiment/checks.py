@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from pipeline.components import RegisterEarlyStopper, StaticLossWeighter
 from pipeline.errors import Problem, nearest
-from pipeline.experiment.contracts import place_of
-from pipeline.experiment.definitions import Components, ModuleDefinition
-from pipeline.experiment.settings import FSDP, Settings
-from pipeline.experiment.user_code import user_problem
-from pipeline.runtime.safe_archives import is_entry_name
+from pipeline.experiment.pymodules.contracts import place_of
+from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition
+from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.experiment.settings.settings import FSDP, Settings
+from pipeline.serialization.npz_files import is_entry_name
 
 Splits = dict[str, dict[str, np.ndarray]]
 _SHOWN = 10

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
-from pipeline.experiment.user_code import user_problem
+from pipeline.experiment.pymodules.user_code import user_problem
 
 
 def count(experiment: Experiment) -> Iterator[None]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipeline.distributed.processes import Processes
 from pipeline.errors import Problem
-from pipeline.experiment.definitions import Components, ModuleDefinition
-from pipeline.experiment.settings import FSDP, TrainingSettings
-from pipeline.runtime.processes import Processes
-from pipeline.runtime.shard_index import is_sharded
+from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition
+from pipeline.experiment.settings.settings import FSDP, TrainingSettings
+from pipeline.serialization.shard_index import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as DeviceMesh

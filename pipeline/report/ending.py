@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.experiment.user_code import author_frames
+from pipeline.experiment.pymodules.user_code import author_frames
+from pipeline.monitoring.journal import END, Journal
 from pipeline.paths import ExperimentPaths
 from pipeline.report.page import leave_report
-from pipeline.results.journal import END, Journal
-from pipeline.runtime.logs import LOGGER
+from pipeline.system.logging import LOGGER
 
 
 @contextmanager

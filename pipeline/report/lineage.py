@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.errors import UsageError
 from pipeline.paths import ExperimentPaths
-from pipeline.runtime.regular_files import read_regular
+from pipeline.system.files import read_regular
 
 _MOST_EXPERIMENTS = 50
 

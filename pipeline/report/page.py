@@ -14,11 +14,11 @@ from typing import Any
 
 import pipeline
 from pipeline.paths import ExperimentPaths
+from pipeline.report.data import tell
 from pipeline.report.series import MOST_POINTS
-from pipeline.report.story import tell
-from pipeline.runtime.json_values import as_json
-from pipeline.runtime.logs import LOGGER
-from pipeline.runtime.regular_files import replace_text
+from pipeline.system.files import replace_text
+from pipeline.system.formatting import as_json
+from pipeline.system.logging import LOGGER
 
 _SCRIPTS = ("scales", "elements", "pointing", "chart", "curves", "tables", "page")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.results.history import Curve
+from pipeline.monitoring.curves import Curve
 
 MOST_POINTS = 1500
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.experiment.settings import MlflowSettings
-from pipeline.runtime.json_values import flat
+from pipeline.experiment.settings.settings import MlflowSettings
+from pipeline.system.formatting import flat
 
 RUN_TAG = "training_pipeline.run_id"
 DATABASE = "mlflow.db"

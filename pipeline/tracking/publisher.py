@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from pipeline.checkpoint.records import Records
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.experiment.records import Records
 from pipeline.paths import ExperimentPaths
-from pipeline.runtime.logs import LOGGER
+from pipeline.system.logging import LOGGER
 from pipeline.tracking.images import ImageFolder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.runtime.png import size_of
+from pipeline.serialization.png import size_of
 
 _COLOURS = 3
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.experiment.settings import WandbSettings
+from pipeline.experiment.settings.settings import WandbSettings
 
 STEP = "step"
 _SECONDS = 60

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LOADERS = {
-    ROOT / "pipeline/runtime/safe_loading.py": {("torch", "load")},
-    ROOT / "pipeline/runtime/safe_archives.py": {("np", "load")},
+    ROOT / "pipeline/serialization/torch_files.py": {("torch", "load")},
+    ROOT / "pipeline/serialization/npz_files.py": {("np", "load")},
 }
 READERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pickle", "load"), ("pickle", "loads")}
 READERS |= {("safetensors.torch", name) for name in ("load", "load_file", "safe_open")}

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
+from pipeline.checkpoint.parts import PersistedParts
+from pipeline.checkpoint.records import Records
+from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment, assemble
-from pipeline.experiment.persisted import PersistedParts
-from pipeline.experiment.records import Records
-from pipeline.experiment.settings import parse_settings, read_contents
-from pipeline.machinery import build_machinery
+from pipeline.experiment.settings.settings import parse_settings, read_contents
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.lock import RunLock
-from pipeline.results.store import ResultsStore
-from pipeline.runtime.durable import Disk
-from pipeline.runtime.processes import Processes
-from pipeline.stages.gradients import Wishes
-from pipeline.stages.training import StepReport
+from pipeline.session import build_machinery
+from pipeline.store.lock import RunLock
+from pipeline.store.store import ResultsStore
+from pipeline.system.disk import Disk
+from pipeline.training.engines.base import Wishes
+from pipeline.training.training import StepReport
 from tests.bench.driver import PIPELINE
 from tests.bench.rows import Row, Spread, ratios
 from tests.support.experiments import write_experiment

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from pipeline.experiment.snapshots import Snapshots
+from pipeline.checkpoint.snapshots import Snapshots
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.commits import Commits
-from pipeline.results.lock import RunLock
-from pipeline.results.store import ResultsStore
-from pipeline.runtime.durable import Changes, Digest, Disk, Writer
+from pipeline.store.background_commit import Commits
+from pipeline.store.lock import RunLock
+from pipeline.store.store import ResultsStore
+from pipeline.system.disk import Changes, Digest, Disk, Writer
 from tests.bench.driver import PIPELINE
 from tests.bench.rows import Row, Spread, ratios
 

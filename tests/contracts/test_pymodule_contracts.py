@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import Problem
-from pipeline.experiment.contracts import ContractReader
-from pipeline.experiment.definitions import Components
-from pipeline.experiment.pymodules import PymoduleLoader
+from pipeline.experiment.pymodules.contracts import ContractReader
+from pipeline.experiment.pymodules.definitions import Components
+from pipeline.experiment.pymodules.loader import PymoduleLoader
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.crash.experiment import (
     EVERY_STEPS,
     RESULTS,

@@ -8,10 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pipeline.experiment.persisted import PersistedParts
+from pipeline.checkpoint.parts import PersistedParts
 from pipeline.paths import ExperimentPaths
-from pipeline.results.comparison import first_difference, read_any
-from pipeline.results.inspection import inspect
+from pipeline.store.compare import first_difference, read_any
+from pipeline.store.verify import inspect
 from tests.support.experiments import FILES, write_experiment
 
 RESULTS = Path("experiment_results/tiny")

@@ -6,15 +6,15 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.lifecycle.frozen_copy import copy_folder, digest_folder
+from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.reset import open_fresh
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import FINISHED, TRAINING, Progress
-from pipeline.results.copies import copy_folder, digest_folder
-from pipeline.results.inspection import inspect
-from pipeline.results.lock import RunLock
-from pipeline.results.preparation import open_fresh
-from pipeline.results.situation import look
-from pipeline.results.store import ResultsStore, is_settled
-from pipeline.runtime.durable import Changes, Disk, bytes_writer
+from pipeline.store.lock import RunLock
+from pipeline.store.store import ResultsStore, is_settled
+from pipeline.store.verify import inspect
+from pipeline.system.disk import Changes, Disk, bytes_writer
 
 NUM_COMMITS = 5
 

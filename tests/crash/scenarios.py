@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from pipeline.runtime.processes import TIMEOUT_VARIABLE
+from pipeline.distributed.processes import TIMEOUT_VARIABLE
 from tests.crash.experiment import (
     GATE,
     GATE_FOLDER,

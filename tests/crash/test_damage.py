@@ -13,11 +13,11 @@ import pytest
 from pipeline.errors import DamagedResults, PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.inspection import inspect
-from pipeline.results.lock import RunLock
-from pipeline.results.manifest import read_sealed_json, sealed_json
-from pipeline.results.store import ResultsStore
-from pipeline.runtime.durable import Changes, Disk, bytes_writer
+from pipeline.store.lock import RunLock
+from pipeline.store.manifest import read_sealed_json, sealed_json
+from pipeline.store.store import ResultsStore
+from pipeline.store.verify import inspect
+from pipeline.system.disk import Changes, Disk, bytes_writer
 from tests.crash.life import NUM_COMMITS, Life, changes, is_needed, make, place
 from tests.support.experiments import tree
 from tests.support.faults import CountingDisk
@@ -95,7 +95,7 @@ def test_damaged_newest_commit_falls_back_to_the_one_before(
 
 def test_unreadable_file_counts_as_damaged(paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """An I/O error while a committed file is read is no crash: the commit before goes on."""
-    from pipeline.runtime import durable
+    from pipeline.system import disk as durable
 
     def failing(path: Path) -> object:
         if f"/generations/{NUM_COMMITS}/pools" in str(path):
@@ -264,7 +264,7 @@ def test_saved_files_that_cannot_be_read_are_told(paths: ExperimentPaths, monkey
     def failing(path: Path) -> object:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("pipeline.runtime.durable.Digest.of", failing)
+    monkeypatch.setattr("pipeline.system.disk.Digest.of", failing)
     with pytest.raises(PipelineError, match=r"could not be completed.*The last commit is intact"):
         complete()
 

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
-from pipeline.results import lock as locks
-from pipeline.results.lock import RunLock
-from pipeline.runtime.durable import Disk
+from pipeline.store import lock as locks
+from pipeline.store.lock import RunLock
+from pipeline.system.disk import Disk
 from tests.crash.life import Life, check, make
 from tests.support.faults import CountingDisk
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.results.comparison import first_difference, read_any
+from pipeline.store.compare import first_difference, read_any
 from tests.support.experiments import write_experiment
 from tests.support.faults import CountingDisk, Killed, KillingDisk
 from tests.support.running import run_inside

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.results.comparison import read_any
+from pipeline.store.compare import read_any
 from tests.crash.experiment import EXPERIMENT, RESULTS, check_same, committed, is_finished, prepare
 from tests.support.experiments import tree
 from tests.support.machines import ELASTIC, FIXED, RESTARTING, Machines

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.monitoring.start_outcomes import outcomes
 from pipeline.paths import ExperimentPaths
-from pipeline.results.outcomes import outcomes
 from tests.crash.experiment import check_same, committed, prepare
 from tests.support.machines import Machines
 from tests.support.running import run_process

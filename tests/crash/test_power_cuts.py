@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.results.comparison import first_difference
-from pipeline.results.manifest import read_state
+from pipeline.store.compare import first_difference
+from pipeline.store.manifest import read_state
 from tests.support.experiments import write_experiment
 from tests.support.logged_disk import MARK, LoggedDisk, mounted
 from tests.support.running import environment, run_inside
@@ -36,7 +36,7 @@ def why_not(kind: str) -> str:
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from pipeline.runtime.durable import Disk
+from pipeline.system.disk import Disk
 from tests.support.running import run_inside
 
 class MarkingDisk(Disk):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.lifecycle.reset import reset
 from pipeline.paths import ExperimentPaths
-from pipeline.results.preparation import reset
 from tests.support.experiments import tree, write_experiment
 from tests.support.faults import CountingDisk, Killed, KillingDisk, PowerCutDisk
 from tests.support.running import run_inside, run_process

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
+from pipeline.lifecycle.reset import check_shared
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
-from pipeline.results.preparation import check_shared
-from pipeline.runtime.durable import Disk
-from pipeline.runtime.processes import Processes
+from pipeline.system.disk import Disk
 from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk
 from tests.support.running import BackgroundRun, run_inside
 

@@ -14,8 +14,8 @@ import pytest
 
 from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
-from pipeline.results.store import ResultsStore
-from pipeline.runtime.durable import Disk
+from pipeline.store.store import ResultsStore
+from pipeline.system.disk import Disk
 from tests.crash.life import NUM_COMMITS, Life, check, make, survive
 from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk, PowerCutDisk, StutteringDisk
 

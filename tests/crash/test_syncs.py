@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.runtime.durable import Disk
+from pipeline.system.disk import Disk
 from tests.support.kernel import Sync, watched_kernel
 from tests.support.running import run_inside
 

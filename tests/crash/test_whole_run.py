@@ -12,17 +12,17 @@ from typing import TypeVar
 
 import pytest
 
+from pipeline.checkpoint.parts import PersistedParts
 from pipeline.errors import PipelineError
-from pipeline.experiment.persisted import PersistedParts
+from pipeline.lifecycle.mode import look
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
-from pipeline.results.comparison import first_difference
-from pipeline.results.generations import Generations
-from pipeline.results.inspection import inspect
-from pipeline.results.lock import RunLock
-from pipeline.results.situation import look
-from pipeline.results.store import ResultsStore
-from pipeline.runtime.durable import Disk
+from pipeline.store.compare import first_difference
+from pipeline.store.generations import Generations
+from pipeline.store.lock import RunLock
+from pipeline.store.store import ResultsStore
+from pipeline.store.verify import inspect
+from pipeline.system.disk import Disk
 from tests.support.experiments import tree, write_experiment
 from tests.support.faults import CountingDisk, FailingDisk, Killed, KillingDisk, PowerCutDisk
 from tests.support.running import run_inside

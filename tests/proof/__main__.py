@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipeline.runtime.terminal import table
+from pipeline.system.formatting import table
 from tests.proof.experiments import write_deep
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import BackgroundRun, environment, run_process

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from pipeline.arguments import parse_arguments
-from pipeline.entry import attempt
-from pipeline.machinery import Machinery
-from pipeline.stages.gradients import GradientEngine, Verdict
-from pipeline.stages.witness import Witness
+from pipeline.session import Machinery
+from pipeline.training.engines.base import GradientEngine, Verdict
+from pipeline.training.step_observer import Witness
+from pipeline.worker import attempt
 from tests.proof.experiments import deep_model
 
 # Calls of the CUDA runtime, and of HIP's, that launch a kernel or make the host wait.

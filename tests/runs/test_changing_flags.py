@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.results.comparison import first_difference, read_any
+from pipeline.store.compare import first_difference, read_any
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import run_process
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.runs.test_stopping import step_of
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import ENTRY, BackgroundRun, environment, run_inside, run_process

@@ -11,8 +11,8 @@ import torch
 
 from pipeline.__main__ import main
 from pipeline.paths import ExperimentPaths
-from pipeline.results.generations import Generations
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.serialization.torch_files import load_tensors
+from pipeline.store.generations import Generations
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import SECONDS, BackgroundRun, environment, run_inside
 from tests.unit.commands.test_evaluate import EXPERIMENT
@@ -60,7 +60,7 @@ def test_refusals_are_told_by_one_process(begun: Path, words: tuple[str, ...], s
     done = evaluate(begun, "tiny", *words, nproc=2)
     assert done.returncode == 1
     assert done.stderr.count(said) == 1
-    assert "pipeline/commands" not in done.stderr
+    assert "pipeline/evaluation" not in done.stderr
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pipeline.__main__ import main
-from pipeline.results.comparison import first_difference, read_any
-from pipeline.runtime.processes import Processes
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.distributed.processes import Processes
+from pipeline.serialization.torch_files import load_tensors
+from pipeline.store.compare import first_difference, read_any
 from tests.runs.test_evaluate import evaluate
 from tests.support.experiments import FILES, write_experiment
 from tests.support.reshard import reshard

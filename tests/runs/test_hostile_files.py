@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipeline.errors import DamagedResults, InvalidExperiment
-from pipeline.results.manifest import MANIFEST_FILE, read_sealed_json, sealed_json
-from pipeline.runtime.durable import Digest, Disk
+from pipeline.store.manifest import MANIFEST_FILE, read_sealed_json, sealed_json
+from pipeline.system.disk import Digest, Disk
 from tests.support.experiments import tree, write_experiment
 from tests.support.faults import Killed
 from tests.support.hostile import Call, Stored, Tensor, absurd_arrays, compressed, save_hostile

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.monitoring.experiment_state import LIVE, NEW, state_of
+from pipeline.monitoring.overview import describe
 from pipeline.paths import ExperimentPaths
-from pipeline.results.comparison import first_difference
-from pipeline.results.overview import describe
-from pipeline.results.states import LIVE, NEW, state_of
+from pipeline.store.compare import first_difference
 from tests.support.experiments import write_experiment
 from tests.support.running import SECONDS, BackgroundRun, environment, run_process
 

@@ -163,7 +163,7 @@ def test_invalid_experiment_under_torchrun_lists_all_problems_once(home: Path) -
 @pytest.mark.slow
 def test_plain_python_and_torchrun_with_one_process_give_the_same_bits(home: Path) -> None:
     """One process without torchrun is the same run as one process under it."""
-    from pipeline.results.comparison import first_difference
+    from pipeline.store.compare import first_difference
 
     write_experiment(home, "other")
     assert run_process(home).returncode == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.results.comparison import first_difference, read_any
+from pipeline.store.compare import first_difference, read_any
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import run_inside, run_process
 

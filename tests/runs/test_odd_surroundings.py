@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DamagedResults, InvalidExperiment, PipelineError, UsageError
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import command, environment, run_inside, run_process
 

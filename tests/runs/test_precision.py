@@ -10,8 +10,8 @@ import torch
 from pipeline.errors import PipelineError
 from pipeline.experiment import compilation
 from pipeline.paths import ExperimentPaths
-from pipeline.results.comparison import first_difference, read_any
-from pipeline.results.store import peek
+from pipeline.store.compare import first_difference, read_any
+from pipeline.store.store import peek
 from tests.crash.experiment import EXPERIMENT, GATE, GATE_FOLDER, RESULTS, committed, prepare
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import BackgroundRun, run_inside, run_process

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.support.experiments import write_experiment
 from tests.support.running import ENTRY, environment, run_inside, run_process
 

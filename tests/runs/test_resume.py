@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.lifecycle.starts import read_starts
+from pipeline.monitoring.experiment_state import LIVE, state_of
+from pipeline.monitoring.overview import describe
 from pipeline.paths import ExperimentPaths, pool_file
-from pipeline.results.comparison import first_difference, read_any
-from pipeline.results.lock import read_owner
-from pipeline.results.overview import describe
-from pipeline.results.starts import read_starts
-from pipeline.results.states import LIVE, state_of
+from pipeline.store.compare import first_difference, read_any
+from pipeline.store.lock import read_owner
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside, run_process
 from tests.support.slurm import NODES, Cluster, cluster, missing_programs

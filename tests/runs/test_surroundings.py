@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.errors import InvalidExperiment, PipelineError, UsageError
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import command, environment, run_inside, run_process
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from pipeline.arguments import parse_arguments
+from pipeline.distributed.processes import Processes
 from pipeline.paths import ExperimentPaths
-from pipeline.results.comparison import first_difference, read_any
-from pipeline.results.store import is_settled
 from pipeline.run import run
-from pipeline.runtime.durable import Disk
-from pipeline.runtime.png import size_of
-from pipeline.runtime.processes import Processes
+from pipeline.serialization.png import size_of
+from pipeline.store.compare import first_difference, read_any
+from pipeline.store.store import is_settled
+from pipeline.system.disk import Disk
 from pipeline.tracking.mlflow import DATABASE, _database
 from tests.crash.campaign import survive_kills
 from tests.crash.experiment import EVERY_STEPS, NUM_EPOCHS, SEED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.results.comparison import first_difference
+from pipeline.store.compare import first_difference
 from tests.crash.experiment import EXPERIMENT
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import BackgroundRun, run_inside, run_process, send
@@ -46,7 +46,7 @@ def test_exception_shows_the_authors_frames_and_loses_nothing(home: Path, place:
     assert done.returncode == 1
     assert f"{home / RESULTS / file}" in done.stderr
     assert "ValueError: boom" in done.stderr
-    assert "pipeline/stages" not in done.stderr
+    assert "pipeline/training" not in done.stderr
     assert "ValueError: boom" in (home / "experiment_logs/tiny/train.log").read_text()
     (home / "broken").unlink()
     assert run_inside(home, "--resume").is_finished

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.lifecycle.starts import read_starts
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
-from pipeline.results.comparison import first_difference, read_any
-from pipeline.results.starts import read_starts
+from pipeline.store.compare import first_difference, read_any
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import run_inside, run_process
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from pipeline.runtime.durable import Disk
+from pipeline.system.disk import Disk
 
 Result = TypeVar("Result")
 

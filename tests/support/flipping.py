@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from pipeline.arguments import parse_arguments
-from pipeline.entry import leave
+from pipeline.checkpoint.parts import PersistedParts
+from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
-from pipeline.experiment.persisted import PersistedParts
-from pipeline.machinery import Machinery
 from pipeline.run import run
-from pipeline.runtime.processes import Processes
-from pipeline.stages.witness import Witness
+from pipeline.session import Machinery
+from pipeline.training.step_observer import Witness
+from pipeline.worker import leave
 from tests.support.experiments import write_experiment
 
 FLIPPED_RANK = 1

@@ -8,14 +8,14 @@ from pathlib import Path
 from torch import nn
 from torch.optim import AdamW
 
-from pipeline.entry import leave
-from pipeline.experiment.definitions import ModuleDefinition
-from pipeline.experiment.settings import TrainingSettings
+from pipeline.checkpoint.shards import targets_beside, targets_in
+from pipeline.distributed.processes import Processes
+from pipeline.experiment.pymodules.definitions import ModuleDefinition
+from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.experiment.sharding import mesh_of, shard_module
-from pipeline.experiment.shards import targets_beside, targets_in
-from pipeline.runtime.processes import Processes
-from pipeline.runtime.shard_writing import save_shards
-from pipeline.runtime.sharded_files import load_shards
+from pipeline.serialization.dcp_writer import save_shards
+from pipeline.serialization.sharded_files import load_shards
+from pipeline.worker import leave
 
 
 def trunk() -> nn.Module:

@@ -14,11 +14,11 @@ from logging import FileHandler
 from pathlib import Path
 
 from pipeline.arguments import parse_arguments
+from pipeline.distributed.processes import Processes
 from pipeline.progress import Progress
 from pipeline.run import run
-from pipeline.runtime.durable import Disk
-from pipeline.runtime.logs import LOGGER
-from pipeline.runtime.processes import Processes
+from pipeline.system.disk import Disk
+from pipeline.system.logging import LOGGER
 
 ENTRY = Path(__file__).parents[2] / "training_pipeline.py"
 SECONDS = 120

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pipeline.entry import leave
-from pipeline.runtime.processes import Processes
-from pipeline.stages import sums
-from pipeline.stages.plan import share_of
+from pipeline.distributed.processes import Processes
+from pipeline.training.engines import reduction as sums
+from pipeline.training.step_plan import share_of
+from pipeline.worker import leave
 
 _SHAPES = ((), (3,), (7, 5), (40, 2), (1,), (4, 3, 3, 3), (200,))
 _TYPES = (torch.float64, torch.int64, torch.uint8)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.__main__ import main
 from pipeline.paths import ExperimentPaths
-from pipeline.results.lock import RunLock
+from pipeline.store.lock import RunLock
 
 
 def call(home: Path, *words: str) -> int:

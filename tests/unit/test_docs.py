@@ -23,13 +23,13 @@ from pipeline import __main__ as helper
 from pipeline import components
 from pipeline.arguments import parse_arguments
 from pipeline.commands import status
-from pipeline.experiment.pymodules import FAMILIES, SINGLES
-from pipeline.experiment.schema_problems import SETTINGS_FILES, schema
+from pipeline.experiment.pymodules.loader import FAMILIES, SINGLES
+from pipeline.experiment.settings.validation import SETTINGS_FILES, schema
+from pipeline.lifecycle.mode import look
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.comparison import first_difference
-from pipeline.results.situation import look
-from pipeline.runtime.durable import Disk
+from pipeline.store.compare import first_difference
+from pipeline.system.disk import Disk
 from tests.support.markdown import DOCS, ROOT, commands, section, sections, snippets
 from tests.support.running import run_inside, run_process
 

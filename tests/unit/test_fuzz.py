@@ -20,19 +20,19 @@ from hypothesis import strategies as st
 
 from pipeline.__main__ import main
 from pipeline.arguments import Arguments, parse_arguments
+from pipeline.checkpoint.records import Records
 from pipeline.errors import InvalidExperiment, PipelineError, UnreadableFile, UsageError
-from pipeline.experiment.records import Records
-from pipeline.experiment.settings import LossRegister, parse_settings, read_contents
+from pipeline.experiment.settings.settings import LossRegister, parse_settings, read_contents
+from pipeline.lifecycle.mode import decide, look
+from pipeline.lifecycle.reset import open_fresh, reset
+from pipeline.lifecycle.starts import read_starts, record_start
 from pipeline.paths import ExperimentPaths, check_name
 from pipeline.progress import TRAINING, Progress
-from pipeline.results.lock import RunLock, check_free, read_owner
-from pipeline.results.manifest import MANIFEST_FILE, read_sealed_json, sealed_json
-from pipeline.results.preparation import open_fresh, reset
-from pipeline.results.situation import decide, look
-from pipeline.results.starts import read_starts, record_start
-from pipeline.results.store import SEALED_FILE, ResultsStore, is_settled
-from pipeline.runtime.durable import Changes, Disk, bytes_writer
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.serialization.torch_files import load_tensors
+from pipeline.store.lock import RunLock, check_free, read_owner
+from pipeline.store.manifest import MANIFEST_FILE, read_sealed_json, sealed_json
+from pipeline.store.store import SEALED_FILE, ResultsStore, is_settled
+from pipeline.system.disk import Changes, Disk, bytes_writer
 from tests.support.experiments import SETTINGS, tree, write_experiment
 
 often = settings(derandomize=True, deadline=None, max_examples=300)

@@ -21,7 +21,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 def install() -> None:
     """Register the device with torch and with the pipeline."""
-    from pipeline.runtime.accelerators import BACKENDS
+    from pipeline.system.accelerators import BACKENDS
     from tests.support.simulated import autocast, group, memory, module, operators
 
     backend_module = module.DeviceModule()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.paths import ExperimentPaths
-from pipeline.results.comparison import first_difference
-from pipeline.runtime.looking import num_bytes
+from pipeline.store.compare import first_difference
+from pipeline.system.files import num_bytes
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import run_inside
 from tests.support.verbs import call, held

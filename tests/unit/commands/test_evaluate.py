@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from pipeline.__main__ import main
-from pipeline.commands.outcomes import merge, read_shard
 from pipeline.errors import PipelineError
-from pipeline.results.comparison import read_any
-from pipeline.runtime.safe_archives import load_arrays
-from pipeline.runtime.safe_loading import load_tensors
+from pipeline.evaluation.result import merge, read_shard
+from pipeline.serialization.npz_files import load_arrays
+from pipeline.serialization.torch_files import load_tensors
+from pipeline.store.compare import read_any
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import run_inside
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from pipeline.__main__ import main
-from pipeline.runtime.safe_loading import load_tensors, load_weights
+from pipeline.serialization.torch_files import load_tensors, load_weights
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import run_inside
 

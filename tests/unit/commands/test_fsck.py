@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.paths import ExperimentPaths
-from pipeline.results.lock import RunLock
+from pipeline.store.lock import RunLock
 from tests.support.experiments import tree
 from tests.support.running import run_inside
 

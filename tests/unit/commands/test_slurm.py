@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.slurm import _seconds
+from pipeline.monitoring.experiment_state import state_of
+from pipeline.monitoring.launch_record import record_job
+from pipeline.monitoring.overview import describe
 from pipeline.paths import ExperimentPaths
-from pipeline.results.launches import record_job
-from pipeline.results.overview import describe
-from pipeline.results.states import state_of
-from pipeline.runtime import scheduler
+from pipeline.system import slurm_client as scheduler
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import environment, run_inside
 from tests.support.verbs import call

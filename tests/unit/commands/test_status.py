@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.status import EXIT_CODES
 from pipeline.paths import ExperimentPaths
-from pipeline.results.lock import RunLock
+from pipeline.store.lock import RunLock
 from tests.support.experiments import tree
 from tests.support.running import run_inside
 from tests.support.verbs import call, held

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.lifecycle.mode import look
+from pipeline.monitoring.launch_record import record_launch
 from pipeline.paths import ExperimentPaths
-from pipeline.results import lock as lock_module
-from pipeline.results.launches import record_launch
-from pipeline.results.lock import RunLock, find_stop_file
-from pipeline.results.situation import look
+from pipeline.store import lock as lock_module
+from pipeline.store.lock import RunLock, find_stop_file
 from tests.support.experiments import tree
 from tests.support.running import run_inside
 from tests.support.verbs import call, held

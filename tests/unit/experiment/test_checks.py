@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
 from pipeline.experiment.checks import sparse_problems
-from pipeline.experiment.settings import parse_settings, read_contents
+from pipeline.experiment.settings.settings import parse_settings, read_contents
 from tests.support.experiments import write_experiment
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from pipeline.monitoring.curves import Curve
 from pipeline.report.series import MOST_POINTS, series, shortened
-from pipeline.results.history import Curve
 
 
 def curve_of(values: list[float]) -> Curve:

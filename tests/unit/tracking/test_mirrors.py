@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
 from pipeline.errors import InvalidExperiment
-from pipeline.experiment.settings import LoggingSettings, MlflowSettings, WandbSettings
-from pipeline.runtime.png import png_of
-from pipeline.tracking import trackers
+from pipeline.experiment.settings.settings import LoggingSettings, MlflowSettings, WandbSettings
+from pipeline.serialization.png import png_of
+from pipeline.tracking import factory as trackers
 from pipeline.tracking.mlflow import DATABASE, Mlflow, _database
 from pipeline.tracking.wandb import STEP, Wandb
 from tests.support.mirrors import mlflow_images, mlflow_series, prepare_database, wandb_images, wandb_series

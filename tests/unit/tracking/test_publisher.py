@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.checkpoint.records import Records
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.experiment.records import Records
-from pipeline.experiment.settings import LossRegister
+from pipeline.experiment.settings.settings import LossRegister
 from pipeline.paths import ExperimentPaths
-from pipeline.runtime.logs import start_console
+from pipeline.system.logging import start_console
 from pipeline.tracking.images import ImageFolder
 from pipeline.tracking.publisher import Publisher
 

@@ -1,0 +1,181 @@
+"""The records of an experiment: losses, learning rates and loss weights, in memory and as files."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from pipeline.components import Losses, LossRecord
+from pipeline.experiment.settings.settings import LossRegister
+from pipeline.serialization.npz_files import columns_of
+from pipeline.system.disk import Writer
+
+SPLITS = ("train", "val")
+_EPOCH_FIELDS = ("epochs", "epoch_means", "epoch_totals", "epoch_items")
+
+
+class Records:
+    """All that was recorded: whole epochs, and the steps of the running one."""
+
+    def __init__(self, registers: Iterable[LossRegister], rates: Mapping[str, Mapping[str, float]]) -> None:
+        registers = tuple(registers)
+        self.losses: Losses = {
+            split: {one.name: LossRecord(one.optimize, one.direction) for one in registers} for split in SPLITS
+        }
+        self.skipped = array("b")
+        self.rates: dict[str, dict[str, array[float]]] = {
+            optimizer: {group: array("d") for group in groups} for optimizer, groups in rates.items()
+        }
+        self.grad_norms: dict[str, array[float]] = {optimizer: array("d") for optimizer in rates}
+
+    @classmethod
+    def of_results(cls, registers: Iterable[LossRegister], data: Path, epoch: int) -> Records:
+        """Return the records of finished epochs and the steps of ``epoch`` as the results alone tell them."""
+        rates: dict[str, dict[str, float]] = {}
+        for path in sorted(data.glob(f"lr_data/*/step_data_{epoch}.npz")):
+            with columns_of(path) as found:
+                rates[path.parent.name] = {name.removeprefix("lr_"): 0.0 for name in found if name.startswith("lr_")}
+        records = cls(registers, rates)
+        records.load_epochs(data)
+        return records.of_epoch(data, epoch) if epoch else records
+
+    def of_epoch(self, data: Path, epoch: int) -> Records:
+        """Return these records with the steps of another epoch, which is finished."""
+        other = copy.deepcopy(self)
+        other.forget_steps()
+        other.load_step_files(data, epoch)
+        return other
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the running epoch whose losses are recorded."""
+        return len(next(iter(self.losses["train"].values())).step_means)
+
+    def add_step_losses(self, totals: np.ndarray, items: Iterable[int]) -> None:
+        """Record one step: a total and a number of items per register, in the settings' order."""
+        is_skipped = bool(self.skipped[self.num_steps])
+        for record, total, count in zip(self.losses["train"].values(), totals.tolist(), items, strict=True):
+            record.add_step(math.nan if is_skipped else total, count)
+
+    def add_step_rates(
+        self, rates: Mapping[str, Mapping[str, float]], norms: Mapping[str, float], skipped: bool
+    ) -> None:
+        self.skipped.append(skipped)
+        for optimizer, groups in rates.items():
+            self.grad_norms[optimizer].append(norms[optimizer])
+            for group, rate in groups.items():
+                self.rates[optimizer][group].append(rate)
+
+    def finish_train_epoch(self, epoch: int) -> None:
+        """Add the epoch's values; steps that were skipped do not count."""
+        taken = ~np.asarray(self.skipped, dtype=bool)
+        for record in self.losses["train"].values():
+            totals, items = np.asarray(record.step_totals)[taken], np.asarray(record.step_items)[taken]
+            record.add_epoch(epoch, float(totals.sum()), int(items.sum()))
+
+    def forget_steps(self) -> None:
+        """Make room for the next epoch."""
+        for record in self.losses["train"].values():
+            record.forget_steps()
+        for column in self._columns().values():
+            del column[:]
+
+    def _columns(self) -> dict[str, Any]:
+        """Every per-step column but the losses, by the name it has in a segment file."""
+        columns: dict[str, Any] = {"skipped": self.skipped}
+        for optimizer, groups in self.rates.items():
+            columns[f"grad_norm/{optimizer}"] = self.grad_norms[optimizer]
+            columns |= {f"lr/{optimizer}/{group}": values for group, values in groups.items()}
+        return columns
+
+    def _loss_columns(self) -> dict[str, Any]:
+        return {
+            f"{field}/{register}": getattr(record, f"step_{field}")
+            for register, record in self.losses["train"].items()
+            for field in ("means", "totals", "items")
+        }
+
+    def segment(self, first: int) -> Writer:
+        """Return a writer of the running epoch's steps from ``first`` on."""
+        columns = {**self._columns(), **self._loss_columns()}
+        return npz_writer({name: np.asarray(values)[first:] for name, values in columns.items()})
+
+    def load_segment(self, path: Path) -> None:
+        """Append what ``segment`` wrote."""
+        columns = {**self._columns(), **self._loss_columns()}
+        with columns_of(path) as found:
+            for name, values in columns.items():
+                values.extend(found[name].tolist())
+
+    def step_files(self, epoch: int) -> dict[str, Writer]:
+        """Return the files that hold the finished epoch's steps, by path below data/."""
+        steps, skipped = np.arange(1, self.num_steps + 1), np.asarray(self.skipped, dtype=bool)
+        files = {
+            f"loss_reg_data/train/{register}/step_data_{epoch}.npz": npz_writer(
+                {
+                    "steps": steps,
+                    "means": np.asarray(record.step_means),
+                    "totals": np.asarray(record.step_totals),
+                    "items": np.asarray(record.step_items),
+                    "skipped": skipped,
+                }
+            )
+            for register, record in self.losses["train"].items()
+        }
+        for optimizer, groups in self.rates.items():
+            rates = {f"lr_{group}": np.asarray(values) for group, values in groups.items()}
+            norms = np.asarray(self.grad_norms[optimizer])
+            files[f"lr_data/{optimizer}/step_data_{epoch}.npz"] = npz_writer(
+                {"steps": steps, "grad_norms": norms, **rates}
+            )
+        return files
+
+    def load_step_files(self, data: Path, epoch: int) -> None:
+        """Restore what ``step_files`` wrote: the latest finished epoch stays visible until the next begins."""
+        for register, record in self.losses["train"].items():
+            with columns_of(data / f"loss_reg_data/train/{register}/step_data_{epoch}.npz") as found:
+                for name in ("means", "totals", "items"):
+                    getattr(record, f"step_{name}").extend(found[name].tolist())
+                skipped = found["skipped"].tolist()
+        self.skipped.extend(skipped)
+        for optimizer, groups in self.rates.items():
+            with columns_of(data / f"lr_data/{optimizer}/step_data_{epoch}.npz") as found:
+                self.grad_norms[optimizer].extend(found["grad_norms"].tolist())
+                for group, values in groups.items():
+                    values.extend(found[f"lr_{group}"].tolist())
+
+    def epoch_files(self, split: str) -> dict[str, Writer]:
+        """Return the files that hold one entry per finished epoch, by path below data/."""
+        return {
+            f"loss_reg_data/{split}/{register}/epoch_data.npz": npz_writer(
+                {name.removeprefix("epoch_"): np.asarray(getattr(record, name)) for name in _EPOCH_FIELDS}
+            )
+            for register, record in self.losses[split].items()
+        }
+
+    def load_epochs(self, data: Path) -> None:
+        """Restore what ``epoch_files`` wrote, for both splits."""
+        for split in SPLITS:
+            for register, record in self.losses[split].items():
+                with columns_of(data / f"loss_reg_data/{split}/{register}/epoch_data.npz") as found:
+                    for name in _EPOCH_FIELDS:
+                        setattr(record, name, found[name.removeprefix("epoch_")].tolist())
+
+
+def npz_writer(arrays: Mapping[str, np.ndarray]) -> Writer:
+    """Return a writer of named arrays as they are now; the same arrays give the same bytes."""
+    taken = {name: np.array(values) for name, values in arrays.items()}
+
+    def write(file: BinaryIO) -> None:
+        buffer = io.BytesIO()
+        np.savez(buffer, **taken)  # type: ignore[arg-type]
+        file.write(buffer.getvalue())
+
+    return write

@@ -1,0 +1,150 @@
+"""Detects ranks that are lost while this one waits for them in a collective.
+
+A machine without power or network never answers, and a collective would wait for it until the timeout of the process
+group. TCP keep-alive is faster: kernels probe each other over idle connections, also for processes that are busy.
+
+A process that merely ends closes its connections. gloo reports that by itself. The kernels of an accelerator do not:
+they wait in a stream for a peer that is gone, and the host waits for them inside the driver. There, a connection that
+is closed without a farewell means that the peer has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+
+from torch.distributed.distributed_c10d import Store
+
+from pipeline.system.logging import LOGGER
+
+SECONDS_UNTIL_LOST = 60
+# How long a process may take to notice by itself that another one has failed, and to end.
+SECONDS_TO_END = 5
+# Two sixths of the limit without traffic, then one probe per sixth.
+_NUM_PARTS = 6
+_KEY = "peer_monitor"
+_FAREWELL = b"."
+_MAX_GREETING_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A peer that is lost: its host has not answered for so many seconds, or its process has ended."""
+
+    host: str
+    silent_seconds: int | None = None
+
+
+OnLoss = Callable[[Loss], None]
+
+
+def has_several_machines() -> bool:
+    """Tell whether several torchruns work together."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+
+
+def seconds_until_lost(timeout: timedelta) -> int:
+    """Return how long a machine may be out of reach: no longer than a collective would wait for it."""
+    return _NUM_PARTS * max(1, min(SECONDS_UNTIL_LOST, int(timeout.total_seconds())) // _NUM_PARTS)
+
+
+class PeerMonitor:
+    """Keeps connections between rank 0 and other ranks, and calls ``on_loss`` from a thread when one is lost.
+
+    With ``watches_processes`` every rank has a connection to rank 0; otherwise, one rank of every other machine.
+    """
+
+    def __init__(self, limit: int, on_loss: OnLoss, *, watches_processes: bool) -> None:
+        self._limit = limit
+        self._on_loss = on_loss
+        self._watches_processes = watches_processes
+        self._connections: list[socket.socket] = []
+
+    def start(self, rank: int, store: Store) -> None:
+        """Begin to watch rank 0, or the others from there."""
+        is_first_of_other_machine = os.environ.get("GROUP_RANK") != "0" and os.environ.get("LOCAL_RANK") == "0"
+        if rank == 0:
+            self._listen(store)
+        elif self._watches_processes or is_first_of_other_machine:
+            port, token, host = store.get(_KEY).decode().split()
+            _in_background(partial(self._connect, int(port), token, host))
+
+    def say_farewell(self) -> None:
+        """Tell the peers that this process ends because it has nothing left to do."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(_FAREWELL)
+
+    def _listen(self, store: Store) -> None:
+        """Accept connections of peers, which authenticate with a token from the store."""
+        if has_several_machines():
+            has_both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if has_both else socket.AF_INET
+            server = socket.create_server(("", 0), family=family, dualstack_ipv6=has_both)
+        else:
+            server = socket.create_server(("127.0.0.1", 0))
+        token = secrets.token_hex(16)
+        store.set(_KEY, f"{server.getsockname()[1]} {token} {socket.gethostname()}")
+
+        def accept_all() -> None:
+            while True:
+                connection, _ = server.accept()
+                _in_background(partial(self._greet, connection, token))
+
+        _in_background(accept_all)
+
+    def _greet(self, connection: socket.socket, token: str) -> None:
+        connection.settimeout(self._limit)
+        try:
+            given, _, host = connection.recv(_MAX_GREETING_BYTES).decode(errors="replace").partition(" ")
+        except OSError:
+            given, host = "", ""
+        if secrets.compare_digest(given.encode(), token.encode()):
+            self._watch(connection, host)
+        connection.close()
+
+    def _connect(self, port: int, token: str, host: str) -> None:
+        address = os.environ["MASTER_ADDR"] if has_several_machines() else "127.0.0.1"
+        try:
+            connection = socket.create_connection((address, port), timeout=self._limit)
+            connection.sendall(f"{token} {socket.gethostname()}".encode())
+        except OSError as error:
+            LOGGER.warning(
+                "Cannot monitor host %s (%s); its loss would only be detected by the timeout of a collective.",
+                host,
+                error,
+            )
+            return
+        self._watch(connection, host)
+
+    def _watch(self, connection: socket.socket, host: str) -> None:
+        """Wait until the peer ends or its host does not answer any more."""
+        part = self._limit // _NUM_PARTS
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2 * part)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, part)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PARTS - 2)
+        self._connections.append(connection)
+        try:
+            received = connection.recv(1)
+        except ConnectionResetError:
+            received = b""
+        except OSError:
+            self._on_loss(Loss(host, self._limit))
+            return
+        if received != _FAREWELL and self._watches_processes:
+            time.sleep(SECONDS_TO_END)
+            self._on_loss(Loss(host))
+
+
+def _in_background(action: Callable[[], None]) -> None:
+    Thread(target=action, name="peer monitor", daemon=True).start()

@@ -1,0 +1,1 @@
+"""What evaluate and export need beyond their arguments."""

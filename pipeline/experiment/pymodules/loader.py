@@ -1,0 +1,126 @@
+"""Importing an experiment's Python files under a private package, so that they shadow nothing."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from pipeline.errors import Problem, nearest
+from pipeline.experiment.pymodules.contract_examples import EXAMPLES
+from pipeline.experiment.pymodules.source_files import is_ignored
+from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.paths import number_variable
+from pipeline.system.seeding import key_generators
+from pipeline.system.stop_requests import TimeLimit
+
+FAMILIES = (
+    "datasets",
+    "data_counters",
+    "data_transforms",
+    "dataloaders",
+    "modules",
+    "module_transforms",
+    "optim_sched",
+    "trackers",
+)
+OPTIONAL_FAMILIES = ("data_counters", "trackers")
+SINGLES = ("checkpoint_saver", "early_stopper", "loss_weighter")
+UTILS = "utils"
+IMPORT_TIME_LIMIT_VARIABLE = "GORIDEEPSTYLE_IMPORT_TIMEOUT"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_PREFIX = "_experiment_pymodules_"
+_packages = itertools.count()
+
+
+def relocate(source: Path, target: Path) -> None:
+    """Let modules loaded from one folder read and import whatever they still need from its copy."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIX):
+            if str(getattr(module, "__file__", None) or "").startswith(str(source)):
+                module.__file__ = str(target / Path(str(module.__file__)).relative_to(source))
+            if hasattr(module, "__path__"):
+                module.__path__ = [str(path).replace(str(source), str(target), 1) for path in module.__path__]
+
+
+def _import_fix(name: str) -> str:
+    top = name.partition(".")[0]
+    if top in (*FAMILIES, UTILS):
+        return f"write pymodules/{name.replace('.', '/')}.py, or import a file that exists"
+    return f"pip install {top}; a file of your own goes into utils/ and is imported as from ..utils.{top} import …"
+
+
+class PymoduleLoader:
+    """Imports the files of one ``pymodules`` folder and collects what is wrong with them."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.problems = folder, list[Problem]()
+        self.failed_families: set[str] = set()
+        self._seed = seed
+        self._package = f"{_PREFIX}{next(_packages)}"
+
+    def load(self, wanted: Collection[str] = ("", *FAMILIES)) -> dict[str, dict[str, ModuleType]]:
+        """Return every imported file of the wanted families by family and name; singles are the family ''."""
+        self.problems += self._layout_problems()
+        package = ModuleType(self._package)
+        package.__path__ = [str(self.folder)]
+        sys.modules[self._package] = package
+        found: dict[str, dict[str, ModuleType]] = {family: {} for family in wanted}
+        for family, path in [(family, path) for family, path in self._files() if family in wanted]:
+            module = self._import(family, path)
+            if module is None:
+                self.failed_families.add(family)
+            else:
+                found[family][path.stem] = module
+        return found
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for family in FAMILIES:
+            for path in sorted((self.folder / family).glob("*.py")):
+                if path.is_file() and not is_ignored(path.name) and path.name != "__init__.py":
+                    yield family, path
+        for single in SINGLES:
+            if (path := self.folder / f"{single}.py").is_file():
+                yield "", path
+
+    def _layout_problems(self) -> Iterator[Problem]:
+        known = [*FAMILIES, UTILS, *(f"{single}.py" for single in SINGLES)]
+        for entry in sorted(self.folder.iterdir()):
+            if entry.name not in known and not is_ignored(entry.name) and entry.name != "__init__.py":
+                what = f"unknown file or folder; known are {', '.join(known)}.{nearest(entry.name, known)}"
+                yield Problem(str(entry), what, "put helpers into utils/")
+        for family in FAMILIES:
+            if family not in OPTIONAL_FAMILIES and not any(kind == family for kind, _ in self._files()):
+                yield Problem(str(self.folder / family), "must hold at least one .py file, but there is none")
+        for single in SINGLES:
+            if not (self.folder / f"{single}.py").is_file():
+                yield Problem(str(self.folder / f"{single}.py"), "the file is missing", EXAMPLES[single])
+
+    def _import(self, family: str, path: Path) -> ModuleType | None:
+        if not _NAME.fullmatch(path.stem):
+            self.problems.append(Problem(str(path), "file name must be made of letters, digits, '_' and '-'"))
+            return None
+        seconds = number_variable(IMPORT_TIME_LIMIT_VARIABLE, 600)
+        # Modules draw their initial weights while they are imported: each file has a key of its own.
+        key_generators(self._seed, "pymodule", family, path.stem)
+        try:
+            with TimeLimit(seconds, lambda: TimeoutError(f"still importing after {seconds:g} seconds")):
+                return importlib.import_module(".".join(filter(None, (self._package, family, path.stem))))
+        except (Exception, SystemExit) as error:
+            self.problems.append(self._import_problem(path, error))
+            return None
+
+    def _import_problem(self, path: Path, error: BaseException) -> Problem:
+        problem = user_problem(error, self.folder, str(path), "must be importable")
+        # The private package is no name that an author knows.
+        problem = replace(problem, what=problem.what.replace(f"{self._package}.", ""))
+        if isinstance(error, ModuleNotFoundError):
+            return replace(problem, fix=_import_fix(str(error.name).removeprefix(f"{self._package}.")))
+        if isinstance(error, TimeoutError):
+            return replace(problem, fix=f"set {IMPORT_TIME_LIMIT_VARIABLE} (seconds) if it needs longer")
+        return problem

@@ -1,0 +1,1 @@
+"""How processes are started: torchrun lines, background launches, Slurm scripts."""

@@ -1,0 +1,1 @@
+"""The life of an experiment on disk around its training: which mode applies, the frozen copy, starts, reset, finish."""

@@ -1,0 +1,42 @@
+"""A finished experiment: left alone, unless it was killed between its last commit and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pipeline.arguments import command_line, verb_line
+from pipeline.errors import DamagedResults
+from pipeline.paths import ExperimentPaths
+from pipeline.store.lock import RunLock
+from pipeline.store.store import ResultsStore, is_settled, peek
+from pipeline.system.disk import Disk
+from pipeline.system.formatting import shown_values
+
+
+def settle(
+    paths: ExperimentPaths, disk: Disk, is_needed: Callable[[str], bool], publish: Callable[[int], None]
+) -> None:
+    """Do what follows the last commit, if anything is left to do; its epoch may be unpublished."""
+    if is_settled(paths):
+        return
+    lock = RunLock(paths, disk)
+    lock.acquire()
+    store = ResultsStore(paths, disk, lock.claim)
+    store.recover(is_needed)
+    if store.current.progress.is_finished:
+        # Before the lock goes: until then, a kill leaves the experiment unsettled.
+        publish(store.current.progress.epoch)
+    lock.release()
+    if not store.current.progress.is_finished:
+        raise DamagedResults(f"{paths.name} was finished, but its last commit is damaged; data/ shows the one before.")
+
+
+def finished_lines(paths: ExperimentPaths) -> Iterator[str]:
+    """Yield when an experiment finished, its best value, and how to go on from it."""
+    manifest = peek(paths)
+    state = manifest.run_state if manifest else {}
+    best = state.get("best")
+    value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""
+    yield f"Experiment {paths.name} finished on {state.get('time', '?')}; nothing to do.{value}"
+    yield f"  to start a variant: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
+    yield f"  to start again:     {command_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"

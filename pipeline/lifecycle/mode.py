@@ -1,0 +1,132 @@
+"""What is found on disk, and what the command's mode makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line, verb_line
+from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.paths import OLD_TOKEN_PREFIX, RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
+from pipeline.progress import Progress
+from pipeline.store.lock import check_free
+from pipeline.store.manifest import read_state
+
+OWN_NAMES = RESERVED | {STATE_FILE, "run.lock", "status.json", ".status.json.new", "starts.jsonl", "stop.request"}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Whether results exist, and how far they have come; no progress means it cannot be read."""
+
+    exists: bool
+    progress: Progress | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.progress is not None and self.progress.is_finished
+
+
+def look(paths: ExperimentPaths) -> Situation:
+    """Look at the results without touching them, and refuse places that are not safe to use."""
+    _refuse_links(paths.home / "experiment_results", paths.name)
+    _refuse_groups(paths)
+    state = read_state(paths.state_file)
+    if state is not None:
+        return Situation(True, state.progress)
+    has_commits = paths.generations.is_dir() and any(paths.generations.iterdir())
+    return Situation(has_commits or paths.state_file.exists())
+
+
+def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> str:
+    """Return START, RESUME or RESET, or refuse; a finished experiment never comes here without RESET."""
+    check_free(paths)
+    if arguments.mode == RESET:
+        _refuse_links(paths.home / "experiment_logs", paths.name)
+        return RESET
+    if not found.exists:
+        if arguments.mode == RESUME:
+            raise StateConflict(
+                f"Experiment {paths.name!r} has no results to resume.\n"
+                f"  to start it: {command_line(paths.name, paths.home)}\n"
+                "  --auto in place of --resume starts or continues, whichever is right."
+            )
+        return START
+    if arguments.mode in (RESUME, AUTO):
+        return RESUME
+    stands = f"it stands at {found.progress}" if found.progress else "its state file is damaged"
+    raise StateConflict(
+        f"Experiment {paths.name!r} has unfinished results: {stands}.\n"
+        f"  to continue:    {command_line(paths.name, paths.home, '--resume')}\n"
+        f"  to start again: {command_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
+    )
+
+
+def check_results_exist(paths: ExperimentPaths) -> None:
+    """Refuse an experiment that never committed anything, naming those that did."""
+    if not look(paths).exists:
+        raise unknown_experiment(paths, results_names(paths.home), "results of")
+
+
+def unknown_experiment(paths: ExperimentPaths, known: list[str], what: str = "experiment", fix: str = "") -> UsageError:
+    """Return the refusal of a name that nothing stands for, with the names there are."""
+    there = f"there are {', '.join(known) or 'none'}.{nearest(paths.name, known)}"
+    return UsageError(f"No {what} {paths.name!r} in {paths.home}; {there}", fix)
+
+
+def check_known(paths: ExperimentPaths) -> None:
+    """Refuse a name that is neither an experiment's settings nor its results, naming those that are."""
+    known = all_names(paths.home)
+    if paths.name not in known:
+        raise unknown_experiment(paths, known, fix=f"python -m pipeline new {paths.name}")
+
+
+def all_names(home: Path) -> list[str]:
+    """Return every experiment of a data home, with or without results."""
+    return sorted({*settings_names(home), *results_names(home)})
+
+
+def check_settings_exist(paths: ExperimentPaths) -> None:
+    """Refuse an experiment nobody wrote, naming those that exist."""
+    if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
+        return
+    known = settings_names(paths.home)
+    if paths.settings.is_dir():
+        lacking = [name for name in ("pymodules", "settings") if not (paths.settings / name).is_dir()]
+        what = f"{paths.settings} must hold the folders pymodules and settings, but has no {' and no '.join(lacking)}."
+        raise UsageError(what, "compare it with the example: " + verb_line("new", "EXAMPLE", paths.home))
+    raise unknown_experiment(paths, known, fix=f"{verb_line('new', paths.name, paths.home)}    (to make it)")
+
+
+def _refuse_links(top: Path, name: str) -> None:
+    """A link in place of an experiment's folder could lead a reset anywhere."""
+    path = top
+    for segment in name.split("/"):
+        path = path / segment
+        if path.is_symlink():
+            raise UsageError(
+                f"{path} must be a folder, but is a link to {path.readlink()}.",
+                "link a folder above the experiment instead, or set --data-home",
+            )
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} must be a folder, but is a file.")
+
+
+def _refuse_groups(paths: ExperimentPaths) -> None:
+    """An experiment must not lie inside another one's results, nor contain others."""
+    segments = paths.name.split("/")
+    for count in range(1, len(segments)):
+        above = "/".join(segments[:count])
+        other = paths.other(above)
+        if other.state_file.exists() or other.generations.exists() or other.lock_file.exists():
+            raise UsageError(f"{paths.name!r} must not lie inside an experiment, but {above!r} is one.")
+    if not paths.results.is_dir() or paths.state_file.exists():
+        return
+    names = [entry.name for entry in paths.results.iterdir()]
+    foreign = sorted(name for name in names if name not in OWN_NAMES and not name.startswith(OLD_TOKEN_PREFIX))
+    if foreign:
+        raise UsageError(
+            f"{paths.results} must be empty or made by this program, but it has no {STATE_FILE} and holds "
+            f"{', '.join(foreign[:5])}.",
+            "choose another name",
+        )

@@ -1,1 +1,0 @@
-"""What must survive: preparation, lock, status, store, provenance."""

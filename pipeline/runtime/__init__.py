@@ -1,1 +1,0 @@
-"""The machine: processes, randomness, durable files, signals, logs."""

@@ -1,0 +1,165 @@
+"""Folders of shards: a state whose tensors are spread over processes, in the format of torch's distributed checkpoint.
+
+    __<rank>_0.distcp   the pieces of one process
+    .metadata           where torch looks for them
+    index.json          the same for us: safe to read, and checked before anything is allocated
+    values.pt           all of the state that is no tensor
+
+Any number of processes can read what any number has written, each its own pieces and without talking to the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from pipeline.serialization.npz_files import opened_file, told_as_unreadable
+from pipeline.serialization.shard_index import Keys, Piece, StoredTensor, local_part, parse_index
+from pipeline.serialization.torch_files import load_tensors, load_weights
+from pipeline.system.files import regular_size
+
+INDEX, VALUES = "index.json", "values.pt"
+_WHAT = "shards written by torch's distributed checkpoint"
+Target = Callable[[StoredTensor], torch.Tensor]
+
+
+def split_state(state: dict[str, Any]) -> tuple[dict[Keys, torch.Tensor], dict[str, Any]]:
+    """Return the tensors in nested dicts by their keys, and the same dicts without them."""
+    tensors: dict[Keys, torch.Tensor] = {}
+    return tensors, _without_tensors(state, (), tensors)
+
+
+def _without_tensors(state: dict[Any, Any], above: Keys, tensors: dict[Keys, torch.Tensor]) -> dict[Any, Any]:
+    # A shallow copy keeps what hangs on a state dict besides its items, such as versions of its layers.
+    rest = copy.copy(state)
+    for key, value in state.items():
+        keys = (*above, key)
+        if isinstance(value, torch.Tensor):
+            tensors[keys] = value.detach()
+            del rest[key]
+        elif isinstance(value, dict):
+            rest[key] = _without_tensors(value, keys, tensors)
+    return rest
+
+
+def whole(stored: StoredTensor) -> torch.Tensor:
+    """Return room for all of a tensor."""
+    return torch.empty(stored.shape, dtype=stored.dtype)
+
+
+def load_shards(folder: Path, target: Target = whole, opened: Mapping[str, BinaryIO] | None = None) -> dict[str, Any]:
+    """Return a state whose tensors are those that ``target`` gives, filled with what belongs to this rank.
+
+    ``opened`` are the folder's files by name where they are open already.
+    """
+    with told_as_unreadable(folder, _WHAT):
+        return _Folder(folder, opened).load(target)
+
+
+def load_state(path: Path) -> Any:
+    """Read the whole state of a module or an optimizer: a folder of shards, or a file of weights of any kind."""
+    return load_shards(path) if path.is_dir() else load_weights(path)
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return how large the files of a folder are; links lead elsewhere and are none of them."""
+    return {path.name: regular_size(path) for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+
+
+class _Folder:
+    def __init__(self, folder: Path, opened: Mapping[str, BinaryIO] | None) -> None:
+        self._folder, self._opened = folder, opened
+
+    def _file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        return opened_file(self._folder / name) if self._opened is None else nullcontext(self._opened[name])
+
+    def _sizes(self) -> dict[str, int]:
+        if self._opened is not None:
+            return {name: file.seek(0, io.SEEK_END) for name, file in self._opened.items()}
+        return file_sizes(self._folder)
+
+    def load(self, target: Target) -> dict[str, Any]:
+        state: dict[str, Any] = self._values()
+        for stored in parse_index(self._read(INDEX), self._sizes()):
+            tensor = target(stored)
+            self._fill(tensor, stored)
+            _put(state, stored.path, tensor)
+        return state
+
+    def _values(self) -> dict[str, Any]:
+        with self._file(VALUES) as file:
+            values = load_tensors(self._folder / VALUES, file)
+        if not isinstance(values, dict):
+            raise ValueError(f"{VALUES} must hold a dict")
+        return values
+
+    def _read(self, name: str) -> bytes:
+        with self._file(name) as file:
+            file.seek(0)
+            return file.read()
+
+    def _fill(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        if tuple(tensor.shape) != stored.shape:
+            raise ValueError(f"{stored.path} has the shape {stored.shape} instead of {tuple(tensor.shape)}")
+        local, offsets = _own_part(tensor.detach())
+        for piece in stored.pieces:
+            found = _overlap((offsets, tuple(local.shape)), (piece.offsets, piece.shape))
+            if found is not None:
+                here, there = found
+                local[here].copy_(self._piece(piece, stored)[there])
+
+    def _piece(self, piece: Piece, stored: StoredTensor) -> torch.Tensor:
+        with self._file(piece.file) as file:
+            file.seek(piece.start)
+            found = load_tensors(self._folder / piece.file, io.BytesIO(file.read(piece.length)))
+        if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (piece.shape, stored.dtype):
+            raise ValueError(f"a piece of {stored.path} in {piece.file} is not what the index says")
+        return found
+
+
+def _own_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, and where in the whole it begins."""
+    local = local_part(tensor)
+    if local is tensor:
+        return tensor, (0,) * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return local, tuple(chunk.offsets)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+Slices = tuple[slice, ...]
+
+
+def _overlap(ours: Box, theirs: Box) -> tuple[Slices, Slices] | None:
+    """Return the part that two boxes, given by offsets and shapes, have in common, as each of them counts."""
+    here, there = list[slice](), list[slice]()
+    for offset, length, other, other_length in zip(*ours, *theirs, strict=True):
+        start, end = max(offset, other), min(offset + length, other + other_length)
+        if start >= end:
+            return None
+        here.append(slice(start - offset, end - offset))
+        there.append(slice(start - other, end - other))
+    return tuple(here), tuple(there)
+
+
+def _put(state: dict[Any, Any], path: Keys, tensor: torch.Tensor) -> None:
+    *parents, last = path
+    for key in parents:
+        state = state.setdefault(key, {})
+    state[last] = tensor
+
+
+def num_bytes(state: dict[str, Any]) -> int:
+    """Return what a state takes on disk, on all ranks together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in split_state(state)[0].values())
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the modules of a weight pool, whether they are files or folders of shards."""
+    return sorted(path.stem for path in folder.glob("*") if path.suffix == ".pt" or (path / INDEX).is_file())

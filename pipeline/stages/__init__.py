@@ -1,1 +1,0 @@
-"""One epoch's work in memory: step plan, loaders, losses, gradients, training, evaluation."""

@@ -1,1 +1,0 @@
-"""The ways of reducing a step's gradients over the processes, one file each."""

@@ -1,0 +1,4 @@
+"""The transactional directory: manifest, generations, lock, commits, pools.
+
+It sees paths and bytes, never a batch or a module.
+"""

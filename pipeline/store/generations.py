@@ -1,0 +1,116 @@
+"""The committed generations as they are on disk; looking at them changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.paths import ExperimentPaths
+from pipeline.store.manifest import (
+    MANIFEST_FILE,
+    Entry,
+    Manifest,
+    SealedList,
+    read_manifest,
+    read_sealed_list,
+    read_state,
+)
+from pipeline.system.disk import Digest
+from pipeline.system.files import regular_size
+
+HIDDEN = "running/"
+
+
+class Generations:
+    """Reads manifests and lists of sealed files, and compares files with their digests."""
+
+    def __init__(self, paths: ExperimentPaths) -> None:
+        self._paths = paths
+
+    def named(self) -> int | None:
+        """Return the generation that the state file names, or None if the state file cannot be read."""
+        state = read_state(self._paths.state_file)
+        return state.generation if state else None
+
+    def numbers(self) -> list[int]:
+        """Return the generations that have a folder, the newest first."""
+        names = os.listdir(self._paths.generations) if self._paths.generations.is_dir() else []
+        return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
+
+    def manifest_file(self, generation: int) -> Path:
+        return self._paths.generations / str(generation) / MANIFEST_FILE
+
+    def manifest(self, generation: int) -> Manifest | None:
+        return read_manifest(self.manifest_file(generation))
+
+    def older(self, manifest: Manifest) -> list[Manifest]:
+        """Return those of the manifests beside this one that can be read, the newest first."""
+        found = (self.manifest(generation) for generation in manifest.older)
+        return [older for older in found if older is not None]
+
+    def stored(self, entry: Entry) -> Path:
+        return self._paths.generations / entry.object
+
+    def shown(self, path: str) -> Path:
+        return self._paths.data / path
+
+    def sealed_list(self, entry: Entry) -> SealedList | None:
+        """Return one list of sealed files, or None if it cannot be read."""
+        listed = read_sealed_list(self.stored(entry))
+        # Each list is older than the one that names it: a ring of them would never end.
+        is_odd = listed is not None and listed.previous is not None and listed.previous.generation >= entry.generation
+        return None if is_odd else listed
+
+    def sealed_lists(self, entry: Entry | None) -> Iterator[tuple[Entry, dict[str, Entry] | None]]:
+        """Yield each list with its files, the newest first; one that cannot be read is the last, with None."""
+        while entry is not None:
+            listed = self.sealed_list(entry)
+            yield entry, listed.files if listed else None
+            entry = listed.previous if listed else None
+
+    def all_files(self, manifest: Manifest) -> dict[str, Entry]:
+        """Return every file a generation consists of, sealed ones included, by its path below data/."""
+        sealed = (files or {} for _, files in self.sealed_lists(manifest.sealed))
+        return {**manifest.files, **{path: entry for files in sealed for path, entry in files.items()}}
+
+    def objects(self, manifest: Manifest) -> set[str]:
+        """Return all that a generation needs below generations/: its manifest, files, lists and sealed files."""
+        lists = list(self.sealed_lists(manifest.sealed))
+        sealed = {entry.object for _, files in lists for entry in (files or {}).values()}
+        own = {f"{manifest.generation}/{MANIFEST_FILE}"} if manifest.generation else set()
+        return own | manifest.objects() | sealed | {entry.object for entry, _ in lists}
+
+    def has_whole_chain(self, manifest: Manifest) -> bool:
+        """Tell whether every list of sealed files can be read."""
+        return all(files is not None for _, files in self.sealed_lists(manifest.sealed))
+
+    def needed(self, manifest: Manifest, is_needed: Callable[[str], bool]) -> dict[str, Entry]:
+        """Return what a resume reads: its files, and the records sealed by the latest training and evaluation."""
+        found = {path: entry for path, entry in manifest.files.items() if is_needed(path)}
+        for position, (entry, files) in enumerate(self.sealed_lists(manifest.sealed)):
+            if position == 2:
+                break
+            found |= {entry.object: entry, **(files or {})}
+        return found
+
+    def strays(self, manifests: list[Manifest]) -> list[Path]:
+        """Return what none of these generations needs: left by an interrupted commit or clean-up."""
+        kept = {name for manifest in manifests for name in self.objects(manifest)}
+        found = sorted(path for path in self._paths.generations.rglob("*") if not path.is_dir())
+        return [path for path in found if path.relative_to(self._paths.generations).as_posix() not in kept]
+
+
+def is_same(target: Path, source: Path) -> bool:
+    """Tell whether a name in data/ stands for a stored file: a hard link, or a copy where there are none."""
+    if not target.is_file() or not source.is_file():
+        return False
+    return target.samefile(source) or (target.stat().st_nlink == 1 and Digest.of(target) == Digest.of(source))
+
+
+def matches(path: Path, digest: Digest) -> bool:
+    """Tell whether a file is what its digest says; one that cannot be read is not."""
+    try:
+        return regular_size(path) == digest.size and Digest.of(path) == digest
+    except OSError:
+        return False

@@ -1,0 +1,299 @@
+"""The run lock: at most one run is alive in an experiment, and only that one can write.
+
+Two things guard an experiment. The kernel's lock on ``run.lock`` keeps a second run away; it is freed when its
+owner dies, however it dies. The claim, a folder of the run's own in ``temp_data/``, is the fence: every commit is
+renamed out of it, and a run that takes over moves it away first. So a run that was believed dead, because it was
+stopped or on a machine that could not be reached, finds at its next write that it has nothing to write with.
+
+Where there is no kernel lock, or none that other machines see, the claim alone decides: its owner counts up a
+number in it, and one that counts on is alive. Nothing here compares clocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from pipeline.arguments import verb_line
+from pipeline.errors import PipelineError, StateConflict
+from pipeline.paths import ExperimentPaths
+from pipeline.system.disk import Disk, bytes_writer, json_writer
+from pipeline.system.files import read_regular
+from pipeline.system.launcher_watchdog import process_mark
+from pipeline.system.logging import LOGGER
+
+SECONDS_BETWEEN_BEATS = 3.0
+_BEATS_TO_WAIT_FOR = 5
+_OWNER_FILE, _BEAT_FILE, _STOP_FILE = "owner.json", "beat", "stop.request"
+_PREFIX = "claim_"
+# Whoever looks whether a run is alive holds the lock for an instant, which must not be taken for a run.
+_SECONDS_FOR_LOOKERS = 0.5
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class Claim:
+    """A run's folder in ``temp_data/``: what it writes there can become a commit, as long as the folder is there."""
+
+    def __init__(self, paths: ExperimentPaths) -> None:
+        self._paths = paths
+        self.folder = paths.temp_data / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+
+    @property
+    def stop_file(self) -> Path:
+        """Where the run is asked to stop: a request is for this run alone and ends with it."""
+        return self.folder / _STOP_FILE
+
+    def check(self) -> None:
+        """Stop a run that has lost its experiment before it writes anything."""
+        if self.folder.is_dir():
+            return
+        if not self._paths.temp_data.is_dir():
+            raise PipelineError(
+                f"The results folder {self._paths.results} has vanished or was emptied while the run was alive.\n"
+                "  fix: restore it, then run again with --auto."
+            )
+        raise StateConflict(
+            f"This run has lost experiment {self._paths.name!r}: it was taken over by {_described(self._paths)}.\n"
+            "  It stops without writing; the other run goes on."
+        )
+
+
+class RunLock:
+    """Held by rank zero for the whole run."""
+
+    def __init__(self, paths: ExperimentPaths, disk: Disk | None = None) -> None:
+        self._paths, self._disk = paths, disk or Disk()
+        self._lock = _kernel_lock(paths)
+        self.claim = Claim(paths)
+        self._has_ended = threading.Event()
+        # A run that ends without a word must not look alive.
+        weakref.finalize(self, self._has_ended.set)
+
+    def acquire(self) -> None:
+        """Take the lock or refuse, naming who holds it."""
+        has_kernel_lock = self._take_kernel_lock()
+        try:
+            self._refuse_if_alive(has_kernel_lock)
+            self._stake()
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, PipelineError) and not self._paths.lock_file.exists():
+                raise self._just_reset() from error
+            raise
+
+    def _just_reset(self) -> StateConflict:
+        """Return the refusal of an experiment whose results another run has moved away at this moment."""
+        owner = read_json(self._paths.trash / self._paths.lock_file.name)
+        by = f"pid {owner['pid']} on host {owner.get('host', '?')}" if owner.get("pid") else "another run"
+        return StateConflict(f"Experiment {self._paths.name!r} is being reset by {by} at this moment; try again.")
+
+    def _take_kernel_lock(self) -> bool:
+        """Take the kernel's lock; tell whether the file system has one."""
+        try:
+            self._lock.acquire(timeout=_SECONDS_FOR_LOOKERS, poll_interval=0.01)
+        except Timeout:
+            raise StateConflict(_in_use(self._paths)) from None
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise self._just_reset() from error
+            if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
+                raise PipelineError(
+                    f"{self._paths.lock_file} must be a file that can be locked, but: {error}.\n"
+                    "  fix: remove it if no run is alive."
+                ) from error
+            LOGGER.warning(
+                "The file system of %s has no locks (%s); a second run is noticed by its signs of life alone.",
+                self._paths.results,
+                error,
+            )
+            return False
+        return True
+
+    def _refuse_if_alive(self, has_kernel_lock: bool) -> None:
+        for folder in _claims(self._paths):
+            if _is_alive(folder, has_kernel_lock):
+                raise StateConflict(_in_use(self._paths))
+
+    def _stake(self) -> None:
+        """Set up the claim and take away all others, each in one rename, before anything is read."""
+        owner = _this_owner()
+        self._disk.make_scratch_folder(self.claim.folder, self._paths.results)
+        self._disk.write(self.claim.folder / _OWNER_FILE, json_writer(owner))
+        self._disk.write(self.claim.folder / _BEAT_FILE, bytes_writer(_beat(0)))
+        for entry in sorted(self._paths.temp_data.iterdir()):
+            if entry != self.claim.folder:
+                self._disk.rename(entry, self.claim.folder / f"taken_{entry.name}")
+                self._disk.remove_tree(self.claim.folder / f"taken_{entry.name}")
+        # Two runs that took each other's claim are both refused here.
+        self.claim.check()
+        lock_file, content = self._paths.lock_file, json.dumps(owner) + "\n"
+        self._disk.perform("write", lock_file, lambda: lock_file.write_text(content))
+        for path in self._paths.left_behind():
+            self._disk.remove_tree(path)
+        arguments = (self.claim.folder / _BEAT_FILE, self._has_ended)
+        threading.Thread(target=_show_life, args=arguments, name="signs of life", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the experiment back, if it was held; what cannot be removed is left to the next run."""
+        self._has_ended.set()
+        with contextlib.suppress(PipelineError):
+            if self.claim.folder.is_dir():
+                self._disk.remove_tree(self.claim.folder)
+        self._lock.release()
+
+
+def _kernel_lock(paths: ExperimentPaths) -> FileLock:
+    return FileLock(paths.lock_file, fallback_to_soft=False)
+
+
+def _show_life(beat_file: Path, has_ended: threading.Event) -> None:
+    number = 0
+    while not has_ended.wait(SECONDS_BETWEEN_BEATS):
+        number += 1
+        try:
+            with beat_file.open("r+b") as file:
+                file.write(_beat(number))
+        except FileNotFoundError:
+            # Taken over, or removed with the whole experiment: the next commit will say so.
+            return
+        except OSError:
+            continue
+
+
+def _beat(number: int) -> bytes:
+    """Return a sign of life of fixed width, so that it is replaced in one small write."""
+    return b"%012d\n" % number
+
+
+def _claims(paths: ExperimentPaths) -> list[Path]:
+    return sorted(paths.temp_data.glob(f"{_PREFIX}*")) if paths.temp_data.is_dir() else []
+
+
+def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
+    """Tell whether the owner of a claim lives: by the process table on this host, by its signs of life elsewhere."""
+    owner = read_json(folder / _OWNER_FILE)
+    if owner.get("host") == socket.gethostname():
+        return not has_kernel_lock and _is_running(owner)
+    if not owner:
+        return False
+    LOGGER.warning(
+        "An earlier run on host %s has not said goodbye; watching for signs of life.", owner.get("host", "?")
+    )
+    return _is_beating(folder / _BEAT_FILE)
+
+
+def _is_running(owner: dict[str, Any]) -> bool:
+    return owner.get("process") is not None and owner["process"] == process_mark(owner.get("pid"))
+
+
+def _is_beating(path: Path) -> bool:
+    first = _content(path)
+    limit = time.monotonic() + _BEATS_TO_WAIT_FOR * SECONDS_BETWEEN_BEATS
+    while time.monotonic() < limit:
+        time.sleep(SECONDS_BETWEEN_BEATS / 4)
+        if _content(path) != first:
+            return True
+    return False
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def is_held(paths: ExperimentPaths) -> bool:
+    """Tell whether a run is alive on this file system's word, changing nothing on disk."""
+    if not paths.lock_file.exists():
+        return False
+    lock = _kernel_lock(paths)
+    try:
+        lock.acquire(timeout=_SECONDS_FOR_LOOKERS / 5, poll_interval=0.005)
+    except Timeout:
+        return True
+    except (NotImplementedError, OSError) as error:
+        if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
+            return False
+        return any(_is_running(read_json(folder / _OWNER_FILE)) for folder in _claims(paths))
+    lock.release()
+    return False
+
+
+def find_stop_file(paths: ExperimentPaths) -> Path | None:
+    """Return where the live run looks for a request, or None while it has no claim yet; a dead run's does not count."""
+    claims = _claims(paths)
+    living = [folder for folder in claims if _is_running(read_json(folder / _OWNER_FILE))]
+    # Elsewhere, and in a container with processes of its own, signs of life must do.
+    found = living or [folder for folder in claims if _is_beating(folder / _BEAT_FILE)]
+    return found[0] / _STOP_FILE if found else None
+
+
+def seconds_since_beat(paths: ExperimentPaths) -> float | None:
+    """Return the age of the latest sign of life by this machine's clock, or None if nobody claims the experiment."""
+    ages = []
+    for folder in _claims(paths):
+        with contextlib.suppress(OSError):
+            ages.append(time.time() - (folder / _BEAT_FILE).stat().st_mtime)
+    return max(0.0, min(ages)) if ages else None
+
+
+def shows_life(paths: ExperimentPaths) -> bool:
+    """Tell whether a run is alive, here or on another machine: by the lock, else by a sign of life that is fresh."""
+    age = seconds_since_beat(paths)
+    is_elsewhere = read_owner(paths).get("host") != socket.gethostname()
+    return is_held(paths) or (is_elsewhere and age is not None and age < _BEATS_TO_WAIT_FOR * SECONDS_BETWEEN_BEATS)
+
+
+def check_free(paths: ExperimentPaths) -> None:
+    if is_held(paths):
+        raise StateConflict(_in_use(paths))
+
+
+def read_owner(paths: ExperimentPaths) -> dict[str, Any]:
+    """Return what the latest owner said of itself."""
+    return read_json(paths.lock_file)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a small JSON object, or nothing if there is none that can be read."""
+    try:
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _this_owner() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process": process_mark(os.getpid()),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "job": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+def _described(paths: ExperimentPaths) -> str:
+    owner = read_owner(paths)
+    job = f", job {owner['job']}" if owner.get("job") else ""
+    return f"pid {owner.get('pid', '?')} on host {owner.get('host', '?')}{job}, since {owner.get('started', '?')}"
+
+
+def _in_use(paths: ExperimentPaths) -> str:
+    return (
+        f"Experiment {paths.name!r} is in use: held by {_described(paths)}.\n"
+        f"  to look at that run: {verb_line('status', paths.name, paths.home)}\n"
+        f"  to stop it cleanly:  {verb_line('stop', paths.name, paths.home)}"
+    )

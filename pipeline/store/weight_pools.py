@@ -1,0 +1,207 @@
+"""Committed weights as others read them: whole, verified, and also while a run goes on committing."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipeline.distributed.processes import Processes
+from pipeline.errors import DamagedResults, PipelineError, UsageError, nearest
+from pipeline.paths import ExperimentPaths
+from pipeline.progress import EVALUATION, FINISHED, TRAINING
+from pipeline.serialization.sharded_files import Target, load_shards, whole
+from pipeline.serialization.torch_files import load_tensors
+from pipeline.store.generations import Generations, matches
+from pipeline.store.manifest import Entry, Manifest
+from pipeline.store.store import peek
+from pipeline.system.disk import Digest
+from pipeline.system.files import regular_size
+
+FROZEN = "frzn"
+_POOLS = "module_ckps/"
+_COUNTERS = "data_counter_data/"
+_ATTEMPTS = 20
+# The files of one module by their names in its folder of shards; a file that is the whole module has no such name.
+ModuleFiles = dict[str, Entry]
+
+
+class Overtaken(PipelineError):
+    """A newer commit has taken away a file before it was opened; to be tried again with that commit."""
+
+
+def newest_commit(paths: ExperimentPaths) -> Manifest:
+    """Return the manifest of the current commit, of a running experiment too."""
+    for _ in range(_ATTEMPTS):
+        if (manifest := peek(paths)) is not None:
+            return manifest
+    raise DamagedResults(
+        f"The current commit of {paths.name!r} cannot be read.\n  fix: python -m pipeline fsck {paths.name}"
+    )
+
+
+def pool_names(manifest: Manifest) -> list[str]:
+    """Return the weight pools of a commit."""
+    return sorted({path.split("/")[1] for path in manifest.files if path.startswith(_POOLS)})
+
+
+def epoch_of(manifest: Manifest, pool: str) -> int | None:
+    """Return the last epoch that a pool's weights have seen whole."""
+    if pool == "best":
+        best = manifest.run_state.get("best")
+        return best.get("epoch") if isinstance(best, dict) else None
+    if pool == "last":
+        progress = manifest.progress
+        return progress.epoch if progress.stage in (EVALUATION, FINISHED) else max(0, progress.epoch - 1)
+    number = pool.removeprefix("epoch_")
+    return 0 if pool == "init" else int(number) if number.isdigit() else None
+
+
+def steps_of(manifest: Manifest, pool: str) -> int:
+    """Return how many steps after that epoch a pool's weights have taken."""
+    progress = manifest.progress
+    return progress.step if pool == "last" and progress.stage == TRAINING else 0
+
+
+def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, ModuleFiles]:
+    """Return the files of a pool by module, or refuse one that does not exist."""
+    prefix, found = f"{_POOLS}{pool}/", dict[str, ModuleFiles]()
+    for path, entry in manifest.files.items():
+        if path.startswith(prefix):
+            module, _, file = path.removeprefix(prefix).partition("/")
+            found.setdefault(module if file else Path(module).stem, {})[file] = entry
+    if not found and pool != FROZEN:
+        known = [name for name in pool_names(manifest) if name != FROZEN]
+        listed = ", ".join(known) or "none"
+        raise UsageError(f"{paths.name!r} has no pool {pool!r}; there are {listed}.{nearest(pool, known)}")
+    return found
+
+
+def counter_entries(manifest: Manifest) -> dict[str, Entry]:
+    """Return the files of the data counters by path below data/."""
+    return {path: entry for path, entry in manifest.files.items() if path.startswith(_COUNTERS)}
+
+
+@contextmanager
+def hold_together(
+    paths: ExperimentPaths, processes: Processes, choose: Callable[[Manifest], Iterable[Entry]]
+) -> Iterator[tuple[Manifest, HeldFiles]]:
+    """Hold the chosen files of one and the same commit open on every process."""
+
+    def hold() -> tuple[Manifest, HeldFiles]:
+        manifest = processes.on_rank_zero(lambda: newest_commit(paths))
+        return manifest, processes.together(lambda: HeldFiles(paths, manifest, choose(manifest)))
+
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(Overtaken):
+            manifest, held = hold()
+            break
+    else:
+        manifest, held = hold()
+    with held:
+        yield manifest, held
+
+
+class HeldFiles:
+    """Committed files, open from the beginning: no later commit can take them away before they are read.
+
+    A run that holds the lock opens its files ``lazily``, each when it is read: no other run commits meanwhile, and
+    there may be more files than a process can have open.
+    """
+
+    def __init__(
+        self, paths: ExperimentPaths, manifest: Manifest, entries: Iterable[Entry], *, lazily: bool = False
+    ) -> None:
+        self._paths, self._manifest, self._lazily = paths, manifest, lazily
+        self._stored = Generations(paths).stored
+        self._files: dict[str, BinaryIO] = {}
+        self._intact: set[str] = set()
+        with ExitStack() as stack:
+            for entry in () if lazily else entries:
+                if entry.object not in self._files:
+                    self._files[entry.object] = stack.enter_context(self._open(entry))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> HeldFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _open(self, entry: Entry) -> BinaryIO:
+        path = self._stored(entry)
+        try:
+            regular_size(path)
+            return path.open("rb")
+        except OSError as error:
+            named = Generations(self._paths).named()
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM):
+                raise PipelineError(
+                    f"{path} cannot be opened: {error.strerror}.\n"
+                    "  fix: restore access, or raise the limit of open files (ulimit -n)."
+                ) from error
+            if isinstance(error, FileNotFoundError) and named != self._manifest.generation:
+                raise Overtaken(f"{path} was replaced by a newer commit again and again; try again.") from error
+            raise self._damage(path, error.strerror or str(error)) from error
+
+    def state(self, files: ModuleFiles, target: Target = whole) -> Any:
+        """Return what the files of a module hold, once their digests hold; ``target`` is where shards go."""
+        opened = {name: self._verified(entry) for name, entry in files.items()}
+        stored = self._stored(next(iter(files.values())))
+        try:
+            return load_tensors(stored, opened[""]) if "" in opened else load_shards(stored.parent, target, opened)
+        finally:
+            self._release(files.values())
+
+    def copy(self, entry: Entry, target: Path) -> None:
+        """Write a file's content to another place, once its digest holds."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(self._verified(entry).read())
+        self._release([entry])
+
+    def _verified(self, entry: Entry) -> BinaryIO:
+        if self._lazily and entry.object not in self._files:
+            self._files[entry.object] = self._stack.enter_context(self._open(entry))
+        file = self._files[entry.object]
+        file.seek(0)
+        if entry.object not in self._intact:
+            if Digest.of_file(file) != entry.digest:
+                raise self._damage(self._stored(entry), "its content is not what was committed")
+            self._intact.add(entry.object)
+            file.seek(0)
+        return file
+
+    def _release(self, entries: Iterable[Entry]) -> None:
+        """Close files that can be opened again."""
+        for entry in entries if self._lazily else ():
+            self._files.pop(entry.object).close()
+
+    def verify(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._verified(entry)
+            self._release([entry])
+
+    def trust(self, entries: Iterable[Entry]) -> None:
+        """Take files for intact that another process has verified."""
+        self._intact |= {entry.object for entry in entries}
+
+    def _damage(self, path: Path, what: str) -> DamagedResults:
+        intact = ", ".join(self._intact_pools()) or "none"
+        return DamagedResults(
+            f"{path} is damaged: {what}. Intact pools of {self._paths.name!r}: {intact}.\n"
+            f"  fix: python -m pipeline fsck {self._paths.name} says from what it can be restored."
+        )
+
+    def _intact_pools(self) -> list[str]:
+        files = self._manifest.files
+        damaged = {
+            path.split("/")[1]
+            for path, entry in files.items()
+            if path.startswith(_POOLS) and not matches(self._stored(entry), entry.digest)
+        }
+        return [pool for pool in pool_names(self._manifest) if pool not in damaged]

@@ -1,0 +1,170 @@
+"""The first and the last lines of a run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import pipeline
+from pipeline.arguments import command_line, verb_line
+from pipeline.components import Losses
+from pipeline.distributed.processes import Processes
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.settings.settings import TrainingSettings
+from pipeline.paths import ExperimentPaths
+from pipeline.progress import Progress
+from pipeline.serialization.shard_index import is_sharded
+from pipeline.system.disk import Disk
+from pipeline.system.formatting import shown_bytes, shown_duration, shown_number, shown_values
+
+# Lines that begin with it are meant as warnings.
+WARNING_MARK = "WARNING: "
+# Where a tracker has left something below the logs, and how it is looked at.
+_CURVES = {
+    "tensorboard": "tensorboard --logdir {}/tensorboard",
+    "wandb/offline-run-*": "wandb sync {}/wandb/offline-run-*",
+    "mlflow/mlflow.db": "mlflow ui --backend-store-uri sqlite:///{}/mlflow/mlflow.db",
+}
+
+
+def first_block(
+    paths: ExperimentPaths, processes: Processes, experiment: Experiment, found: str, doubt: str = ""
+) -> Iterator[str]:
+    """Yield what a person wants to know before a run begins; ``doubt`` is why it cannot be bit-exact, if it cannot."""
+    yield f"training pipeline {pipeline.__version__}: {' '.join(sys.argv)}"
+    threads = torch.get_num_threads()
+    reason = f" ({processes.device_reason})" if processes.device_reason else ""
+    yield (
+        f"processes: {processes.world_size} on {processes.device.type}{reason}, backend {processes.backend}, "
+        f"threads in each: {threads}"
+    )
+    yield f"data home: {paths.home}"
+    yield f"state: {found}"
+    yield from _part_lines(experiment)
+    yield from _disk_lines(paths, experiment)
+    training = experiment.settings.training
+    if training.uses_deterministic_kernels(processes.device.type) and not training.deterministic:
+        yield "deterministic kernels: on, implied by gradient_reduction: exact on a GPU"
+    yield f"resume: {_state_claim(training, processes, threads, doubt)}"
+
+
+def _state_claim(training: TrainingSettings, processes: Processes, threads: int, doubt: str) -> str:
+    """Return how a resumed run compares with an uninterrupted one; only what was checked is claimed."""
+    if processes.device.type != "cpu" and not training.uses_deterministic_kernels(processes.device.type):
+        return "equal up to rounding; set deterministic: true for bit-exact resumes on a GPU"
+    if doubt:
+        return doubt
+    each = shown_number(threads, "thread", "threads")
+    if training.is_exact:
+        return f"bit-exact with any number of processes × {each}"
+    group = shown_number(processes.world_size, "process", "processes")
+    return f"bit-exact with {group} × {each}; otherwise equal up to rounding"
+
+
+def _part_lines(experiment: Experiment) -> Iterator[str]:
+    for name, splits in experiment.splits.items():
+        sizes = ", ".join(f"{split} {len(indices):,}" for split, indices in splits.items())
+        yield f"dataset {name}: {sizes} points, batches of {experiment.components.dataloaders[name].train.batch_size}"
+    for name, module in experiment.components.all_modules.items():
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+        trained = sum(count for count, is_trained in counts if is_trained)
+        spread = ", sharded" if any(is_sharded(parameter) for parameter in module.parameters()) else ""
+        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {trained:,} trained{spread}"
+    for name, groups in experiment.learning_rates().items():
+        rates = ", ".join(f"{group} {rate:.3e}" for group, rate in groups.items())
+        yield f"learning rates of {name}: {rates}"
+
+
+def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]:
+    """Estimate three commits of weights with two optimizer moments each, and the initial and best pools."""
+    trained = sum(
+        parameter.numel() * parameter.element_size()
+        for module in experiment.components.trained_modules.values()
+        for parameter in module.parameters()
+    )
+    needed, free = 11 * trained, Disk().free_bytes(paths.results)
+    yield f"disk: about {shown_bytes(needed)} needed, {shown_bytes(free)} free"
+    if free < needed:
+        yield (
+            f"{WARNING_MARK}{paths.results} may fill its disk: about {shown_bytes(needed)} are needed and "
+            f"{shown_bytes(free)} are free. A run that cannot commit stops; free some space, or choose another "
+            "--data-home."
+        )
+
+
+def step_lines(num_steps: int, most_batches: int, experiment: Experiment, processes: Processes) -> Iterator[str]:
+    """Yield how items make up steps, and what would keep every process busy."""
+    wanted = experiment.settings.step_min_items
+    yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {most_batches} batches"
+    yield from _lonely_points(experiment)
+    if most_batches < processes.world_size:
+        batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
+        enough = max(batch_items) * (processes.world_size - 1) + 1
+        yield (
+            f"{WARNING_MARK}a step has at most {most_batches} batches, so {processes.world_size - most_batches} of "
+            f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
+        )
+
+
+def _lonely_points(experiment: Experiment) -> Iterator[str]:
+    """Yield datasets whose last batch has a single point, which BatchNorm cannot normalise."""
+    modules = experiment.components.trained_modules.values()
+    if any(isinstance(layer, _BatchNorm) for module in modules for layer in module.modules()):
+        for name, loading in experiment.components.dataloaders.items():
+            size = len(experiment.splits[name]["train"])
+            if size % loading.train.batch_size == 1:
+                yield f"{WARNING_MARK}the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
+
+
+def change_lines(changed: Sequence[str], harmless: Sequence[str], doubt: str, progress: Progress) -> Iterator[str]:
+    """Yield what changed since the last start, and whether bits depend on it."""
+    if harmless:
+        yield (
+            f"Changed since the last start: {', '.join(harmless)}. This does not change any bits, because "
+            "gradient_reduction is exact."
+        )
+    if changed and doubt:
+        yield (
+            f"{WARNING_MARK}Changed since the last start: {', '.join(changed)}. Training continues; from "
+            f"{progress.describe_next()} on, bits may differ from those of an uninterrupted run, by rounding."
+        )
+    elif changed:
+        # Such as a start with other threads that was killed before it could commit anything.
+        yield (
+            f"Changed since the last start: {', '.join(changed)}. No bits depend on it, because no work of the last "
+            "start is left."
+        )
+
+
+def last_block(
+    paths: ExperimentPaths, outcome: str, seconds: float, best: dict[str, Any], report: Path | None
+) -> Iterator[str]:
+    """Yield what a person wants to know when a run has ended; ``report`` is the page, if it was written."""
+    yield f"{outcome} after {shown_duration(seconds)}"
+    if best:
+        yield f"best: epoch {best['epoch']}, {shown_values(best['values'])}"
+        yield f"weights: {paths.data / 'module_ckps' / 'best'}"
+    if report is not None:
+        yield f"report: {report}"
+    yield f"log: {paths.log_file}"
+    for pattern, command in _CURVES.items():
+        if any(paths.logs.glob(pattern)):
+            yield f"curves: {command.format(paths.logs)}"
+
+
+def next_line(paths: ExperimentPaths, progress: Progress) -> str:
+    if progress.is_finished:
+        return f"next: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}    (a variant of it)"
+    return f"next: {command_line(paths.name, paths.home, '--resume')}    (continues at {progress})"
+
+
+def latest_values(losses: Losses, split: str) -> dict[str, float | None]:
+    """Return each register's latest mean as JSON can hold it."""
+    values = {name: record.epoch_means[-1] for name, record in losses[split].items() if record.epoch_means}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

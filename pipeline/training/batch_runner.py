@@ -1,0 +1,149 @@
+"""From a loaded batch to its losses: the part training and evaluation share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+
+from pipeline.distributed.collectives import collectives_refused
+from pipeline.distributed.processes import Processes
+from pipeline.errors import PipelineError
+from pipeline.experiment.assembly import Experiment
+from pipeline.system.seeding import key_generators
+from pipeline.training.loaders import KeyedDataset, Loader
+from pipeline.training.losses import checked_losses
+from pipeline.training.step_plan import EpochPoints, Place, PlannedBatch, SplitShape
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class BatchRunner:
+    """Loads the planned batches of one split and runs the module transforms on them.
+
+    The train split is shuffled and augmented, unless it is to be evaluated like any other.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        processes: Processes,
+        split: str,
+        transforms: Mapping[str, Any],
+        *,
+        evaluates: bool = False,
+    ) -> None:
+        self._experiment, self._processes, self._split = experiment, processes, split
+        self._trains = split == "train" and not evaluates
+        components = experiment.components
+        kind = "train" if self._trains else "eval"
+        arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
+        self.shapes = [
+            SplitShape.of(name, experiment.splits[name][split], arguments[name]) for name in components.datasets
+        ]
+        self._loaders = {
+            name: Loader(
+                KeyedDataset(
+                    dataset, getattr(components.data_transforms[name], kind), components.dataloaders[name].collate_fn
+                ),
+                arguments[name],
+                processes.device,
+            )
+            for name, dataset in components.datasets.items()
+        }
+        self._transforms = transforms
+        self._modules = components.all_modules
+
+    def points(self, epoch: int) -> EpochPoints:
+        indices = {name: splits[self._split] for name, splits in self._experiment.splits.items()}
+        seed = self._experiment.settings.training.seed
+        return EpochPoints(seed, epoch, self._split, indices, is_shuffled=self._trains)
+
+    @property
+    def starts_workers(self) -> bool:
+        """Tell whether loading begins with workers that are not there yet."""
+        return any(loader.starts_workers for loader in self._loaders.values())
+
+    def load(self, places: list[Place], points: EpochPoints) -> Iterator[Any]:
+        """Return the batches at ``places``; every dataset has a loader of its own, which may work ahead."""
+        names = dict.fromkeys(place.shape.dataset for place in places)
+        loading = {name: self._loaders[name].load(_planned(places, name, points)) for name in names}
+        return (next(loading[place.shape.dataset]) for place in places)
+
+    def close(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+
+    def losses(self, batch: Any, place: Place, key: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+        """Run one batch through the modules; everything random in it follows from ``key``."""
+        dataset = place.shape.dataset
+        registers = self._experiment.components.module_transforms[dataset].loss_registers
+        losses = self._call(self._transforms[dataset], batch, place, key)
+        where = f"module_transforms/{dataset}.py"
+        return checked_losses(losses, registers, place.num_items, where, self._processes.device)
+
+    def predictions(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Let the module transform predict for a batch whose losses are known."""
+        return self._call(self._transforms[place.shape.dataset].predict, batch, place, key)
+
+    def images(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Return what the module transform wants to be seen of a batch."""
+        return self._call(self._transforms[place.shape.dataset].images, batch, place, key)
+
+    def _call(self, method: Callable[..., Any], batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+        """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
+        key_generators(*key)
+        dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
+        with contextlib.ExitStack() as around:
+            if dtype is not None:
+                around.enter_context(torch.autocast(self._processes.device.type, dtype=dtype))
+            if not self._experiment.runs_in_rounds:
+                around.enter_context(collectives_refused(f"module_transforms/{place.shape.dataset}.py"))
+            return method(batch, self._modules)
+
+
+def _planned(places: list[Place], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:
+    return (points.batch(place) for place in places if place.shape.dataset == dataset)
+
+
+_MESSAGES = ("out of memory", "can't allocate memory")
+_MAX_TENSORS = 8
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that a device, or this machine, has no memory left."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _MESSAGES)
+
+
+@contextmanager
+def out_of_memory_explained(batch: Any, place: Place, device: torch.device) -> Iterator[None]:
+    """Turn a lack of memory in this block into one sentence that names the batch."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, PipelineError) or not is_out_of_memory(error):
+            raise
+        dataset = place.shape.dataset
+        shapes = ", ".join(islice(_shapes(batch), _MAX_TENSORS)) or type(batch).__name__
+        raise PipelineError(
+            f"Out of memory on {device} in a batch of dataset {dataset!r} with batch_size {place.shape.batch_size}: "
+            f"{shapes}.\n"
+            f"  fix: lower batch_size in pymodules/dataloaders/{dataset}.py, which leaves the items of a step as they "
+            "are, or set precision to bf16 in settings/training.json; then start again with --reset."
+        ) from error
+
+
+def _shapes(batch: Any, name: str = "") -> Iterator[str]:
+    """Yield name, shape and type of the tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        yield f"{name} {tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}".strip()
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _shapes(value, f"{name}.{key}".lstrip("."))
+    elif isinstance(batch, (list, tuple)):
+        for index, value in enumerate(batch):
+            yield from _shapes(value, f"{name}[{index}]")

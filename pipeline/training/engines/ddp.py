@@ -1,0 +1,157 @@
+"""The fast engine: torch's DistributedDataParallel, or nothing at all in a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.distributed.processes import Processes
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.gradient_flags import Flags
+from pipeline.training.engines.base import Compute, GradientEngine, Roots
+from pipeline.training.engines.reduction import PlainSums
+
+_BEFORE_ALL_OTHERS = 1 << 62
+
+
+class _Touch(torch.autograd.Function):
+    """Makes parameters part of a graph without giving them a gradient.
+
+    DDP waits for every parameter; one that a batch does not use reports as soon as its part of this node has run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * int(ctx.count)
+
+
+def _touched(*parameters: torch.Tensor) -> torch.Tensor:
+    touched: torch.Tensor = _Touch.apply(*parameters)  # type: ignore[no-untyped-call]
+    return touched
+
+
+def touching_first(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Return where a backward pass begins that touches all parameters; many passes may begin there.
+
+    Autograd runs the node with the highest number first. If it ran this one later, no parameter could report before.
+    """
+    touched = _touched(*parameters)
+    touched.grad_fn._set_sequence_nr(_BEFORE_ALL_OTHERS)  # type: ignore[union-attr]
+    return touched
+
+
+class StepModule(nn.Module):
+    """The weights of all trained modules as one module, so that one engine reduces their gradients together.
+
+    ``signals`` is no weight: its gradient carries the message of a rank in the same reduction. It is registered
+    first because DDP reduces in the reverse order: everything else may be on its way by then.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], message: torch.Tensor) -> None:
+        super().__init__()
+        self.signals = nn.Parameter(torch.zeros_like(message))
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, compute: Callable[[], Roots]) -> Roots:
+        return compute()
+
+
+class DdpEngine(GradientEngine):
+    """Gradients accumulate locally, and torch adds them while the last backward pass still runs.
+
+    DDP waits for every weight. All are touched in the last backward pass, so that those which a rank has not used
+    report as well. The message tells which ones were used, and therefore follows in a small pass of its own.
+
+    DDP rebuilds its buckets after the first backward pass in the order in which gradients became ready, so a
+    resumed process would add its first step's gradients in another order than one that never stopped. A rehearsal
+    settles the order before the first step.
+
+    On CPUs, DDP would stand still in its backward pass until all sums are there. So we add them, in the same way, and
+    wait for them when it is over: its buckets have the sums in place.
+    """
+
+    def __init__(self, experiment: Experiment, processes: Processes) -> None:
+        super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
+        self.loss_scale = processes.world_size
+        self._ddp: DistributedDataParallel | None = None
+        self._sums_under_way: list[Callable[[], object]] = []
+
+    def _set_up(self, flags: Flags) -> None:
+        super()._set_up(flags)
+        if self._processes.world_size == 1:
+            return
+        if self._ddp is not None:
+            self._ddp._remove_autograd_hooks()
+        # DDP takes only what requires a gradient at this moment.
+        now = self._flags.now()
+        self._flags.set(flags)
+        self.begin_step(0)
+        self._module = StepModule(self._weights, self._message(self._are_used()))
+        # Ranks have compared their weights; there is nothing to broadcast.
+        self._ddp = DistributedDataParallel(self._module, gradient_as_bucket_view=True, init_sync=False)
+        if self._processes.device.type == "cpu":
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._begin_sum(bucket))
+        self._rehearse(self._ddp)
+        self._all_touched = [touching_first(self._weights)] if self._weights else []
+        self._flags.set(now)
+
+    def _rehearse(self, ddp: DistributedDataParallel) -> None:
+        """Let every parameter become ready once, from last to first, with no gradient at all."""
+        in_order = [self._module.signals, *self._weights]
+
+        def touch_each() -> Roots:
+            return [_touched(parameter) for parameter in in_order], [self._one] * len(in_order)
+
+        torch.autograd.backward(*ddp(touch_each))
+        self._reduce()
+        self._forget()
+        # The next forward pass rebuilds the buckets. Gradients that are there by then would be scaled in another way.
+        with ddp.no_sync():
+            ddp(lambda: ([], []))
+
+    def _backward(self, compute: Compute, *, is_last: bool) -> None:
+        if self._ddp is None or not is_last:
+            # DDP leaves alone what its own forward pass has not prepared it for: gradients accumulate locally.
+            super()._backward(compute, is_last=is_last)
+            return
+        roots, gradients = self._ddp(lambda: self._roots(compute()))
+        if roots or self._all_touched:
+            torch.autograd.backward([*roots, *self._all_touched], [*gradients, *[self._one] * len(self._all_touched)])
+        # Which weights were used is known now, and DDP waits for nothing but the message.
+        torch.autograd.backward([self._module.signals], [self._message(self._are_used())])
+
+    def _begin_sum(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Begin to average a bucket over the ranks; DDP is told that this was done."""
+        buffer = bucket.buffer()
+        self._sums_under_way.append(self._processes.begin_sum(buffer.mul_(1 / self._processes.world_size)))
+        done = Future[torch.Tensor]()
+        done.set_result(buffer)
+        return done
+
+    def _reduce(self) -> torch.Tensor:
+        """Return the message; between ranks, it is reduced with the gradients since the last backward pass."""
+        if self._ddp is None:
+            return self._message(self._are_used())
+        self._while_ranks_wait()
+        for wait in self._sums_under_way:
+            wait()
+        self._sums_under_way.clear()
+        message = self._module.signals.grad
+        assert message is not None
+        return message
+
+    def _forget(self) -> None:
+        super()._forget()
+        if self._ddp is not None:
+            self._module.signals.grad = None

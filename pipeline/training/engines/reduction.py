@@ -1,0 +1,287 @@
+"""Sums over the batches of a step, whichever process has which batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from pipeline.distributed.processes import Processes
+from pipeline.training.step_plan import share_of
+
+Tensors = list[torch.Tensor | None]
+# How many bytes of a sum travel at once: enough to keep a network busy, little beside what a step needs anyway.
+_BUCKET_BYTES = 4 << 20
+# One bucket is packed while those before it travel: to be added, and back.
+_AT_ONCE = 3
+# The one number that changes nothing when it is added: 0.0 would turn -0.0 into 0.0.
+_NOTHING = -0.0
+
+
+class BatchSums(Protocol):
+    """Adds lists of tensors over the batches of a step, on all ranks."""
+
+    def begin(self, num_batches: int) -> None:
+        """Forget the step before; the next has so many batches on all ranks together."""
+
+    def add(self, tensors: Tensors, num_batches: int = 1) -> None:
+        """Take the sum of this rank's next batches; None stands for a tensor that they do not have."""
+
+    def total(self) -> Tensors:
+        """Return the sums over all ranks, all of which must ask."""
+
+
+def nothing() -> None:
+    """What is done in waits when nobody wants to use them."""
+
+
+class PlainSums:
+    """Adds as it comes, each rank its own batches, then all of them: rounding depends on the number of ranks."""
+
+    def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
+        self._like, self._processes = like, processes
+
+    def begin(self, num_batches: int) -> None:
+        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._like]
+
+    def add(self, tensors: Tensors, num_batches: int = 1) -> None:
+        for total, tensor in zip(self._sums, tensors, strict=True):
+            if tensor is not None:
+                total.add_(tensor)
+
+    def total(self) -> Tensors:
+        flat = torch.cat([total.reshape(-1) for total in self._sums])
+        parts = self._processes.sum(flat).split([total.numel() for total in self._sums])
+        return [part.view_as(like).to(like.dtype) for part, like in zip(parts, self._like, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of the elements of one tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class TreeSums:
+    """Adds along one tree over the batches: the same bits at any number of ranks.
+
+    A rank adds what it can of its own batches, which are neighbours. For the rest, every rank gets a part of all
+    tensors from all ranks, adds it up to the root of the tree, and gives the result to all.
+    """
+
+    def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
+        self._like = [torch.empty_like(tensor, device="meta") for tensor in like]
+        self._processes, self._device = processes, processes.device
+        self._buckets = list(_buckets(self._like, processes.world_size))
+        self._kept: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+
+    def begin(self, num_batches: int) -> None:
+        self._num_batches = num_batches
+        self._position = share_of(num_batches, self._processes.rank, self._processes.world_size).start
+        self._branches = Branches[Tensors](_added)
+
+    def add(self, tensors: Tensors, num_batches: int = 1) -> None:
+        arranged = [
+            None if one is None else _arranged(one, like) for one, like in zip(tensors, self._like, strict=True)
+        ]
+        self._branches.push(Branch(self._position, num_batches, arranged))
+        self._position += num_batches
+
+    def total(self, meanwhile: Callable[[], None] = nothing) -> Tensors:
+        if self._processes.world_size == 1:
+            return self._branches.root()
+        own = [branch.value for branch in self._branches.held]
+        # What a rank has summed up is not needed any more once it was sent, so that the totals may take its place.
+        totals = [self._place_for(index, own) for index in range(len(self._like))]
+        running: deque[Iterator[None]] = deque()
+        for number, bucket in enumerate(self._buckets):
+            running.append(self._reduce(bucket, own, totals, number % _AT_ONCE))
+            _advance(running)
+        meanwhile()
+        while running:
+            _advance(running)
+        return list(totals)
+
+    def _place_for(self, index: int, own: list[Tensors]) -> torch.Tensor:
+        found = (tensors[index] for tensors in own)
+        place = next((tensor for tensor in found if tensor is not None), None)
+        return torch.empty_like(self._like[index], device=self._device) if place is None else place
+
+    def _reduce(
+        self, bucket: list[_Piece], own: list[Tensors], totals: list[torch.Tensor], slot: int
+    ) -> Iterator[None]:
+        """Sum one bucket over all batches of all ranks, yielding wherever others may go on meanwhile."""
+        world_size = self._processes.world_size
+        held = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
+        sent = self._packed(bucket, own, slot)
+        received = self._scratch("received", slot, sum(map(len, held)), sent)
+        wait = self._processes.begin_exchange(sent, received, [len(branches) for branches in held])
+        yield
+        wait()
+        sums = Branches[torch.Tensor](torch.Tensor.add_)
+        for branch, row in zip((one for branches in held for one in branches), received, strict=True):
+            sums.push(Branch(branch.start, branch.size, row))
+        # Gathering the parts is an exchange in which everyone gets the same; gloo's own way takes twice as long.
+        part = self._scratch("part", slot, world_size, sent).copy_(sums.root())
+        whole = self._in_place(bucket, totals)
+        whole = self._scratch("whole", slot, world_size, sent) if whole is None else whole
+        wait = self._processes.begin_exchange(part, whole, [1] * world_size)
+        yield
+        wait()
+        self._unpack(bucket, whole.view(-1), totals)
+
+    def _in_place(self, bucket: list[_Piece], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return a bucket as rows for each rank where it lies, if it is one piece that can be shared out evenly."""
+        (piece, *others), world_size = bucket, self._processes.world_size
+        tensor = tensors[piece.tensor]
+        if others or tensor is None or (piece.stop - piece.start) % world_size:
+            return None
+        return _flat(tensor)[piece.start : piece.stop].view(world_size, -1)
+
+    def _packed(self, bucket: list[_Piece], own: list[Tensors], slot: int) -> torch.Tensor:
+        """Return rows of equal length: for each rank its part of every branch of this rank."""
+        in_place = self._in_place(bucket, own[0]) if len(own) == 1 else None
+        if in_place is not None:
+            return in_place
+        world_size, num_elements = self._processes.world_size, sum(piece.stop - piece.start for piece in bucket)
+        dtype = self._like[bucket[0].tensor].dtype
+        row_like = torch.empty((1, -(-num_elements // world_size)), dtype=dtype, device="meta")
+        rows = self._scratch("branches", slot, world_size * len(own), row_like)
+        for row, tensors in zip(rows.view(len(own), world_size * rows.shape[1]), own, strict=True):
+            *places, rest = _split(row, bucket)
+            rest.fill_(_NOTHING)
+            for piece, place in zip(bucket, places, strict=True):
+                tensor = tensors[piece.tensor]
+                place.fill_(_NOTHING) if tensor is None else place.copy_(_flat(tensor)[piece.start : piece.stop])
+        if len(own) == 1:
+            return rows
+        by_rank = rows.view(len(own), world_size, rows.shape[1]).transpose(0, 1)
+        return self._scratch("sent", slot, len(rows), rows).view_as(by_rank).copy_(by_rank).view_as(rows)
+
+    def _unpack(self, bucket: list[_Piece], reduced: torch.Tensor, totals: list[torch.Tensor]) -> None:
+        *parts, _ = _split(reduced, bucket)
+        for piece, part in zip(bucket, parts, strict=True):
+            place = _flat(totals[piece.tensor])[piece.start : piece.stop]
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
+
+    def _scratch(self, name: str, slot: int, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Return rows in memory that is used again and again: fresh memory costs more than what is done with it."""
+        num_elements, key = num_rows * like.shape[1], (name, slot, like.dtype)
+        if key not in self._kept or len(self._kept[key]) < num_elements:
+            self._kept[key] = torch.empty(num_elements, dtype=like.dtype, device=self._device)
+        return self._kept[key][:num_elements].view(num_rows, like.shape[1])
+
+
+def _advance(running: deque[Iterator[None]]) -> None:
+    """Let each of the running sums go one step on, the youngest first, whose rows then travel meanwhile."""
+    is_done = False
+    for one in reversed(running):
+        is_done = bool(next(one, True))
+    if is_done:
+        running.popleft()
+
+
+def _buckets(like: list[torch.Tensor], world_size: int) -> Iterator[list[_Piece]]:
+    """Yield pieces of the tensors, in order, that together have one type and a limited size.
+
+    Pieces of a large tensor can be shared out evenly, so that they may stay where they are.
+    """
+    bucket, num_bytes = list[_Piece](), 0
+    for index, tensor in enumerate(like):
+        start = 0
+        while start < tensor.numel():
+            room = (_BUCKET_BYTES - num_bytes) // tensor.element_size() // world_size * world_size
+            if bucket and (not room or tensor.dtype != like[bucket[0].tensor].dtype):
+                yield bucket
+                bucket, num_bytes = [], 0
+                continue
+            stop = min(tensor.numel(), start + room)
+            bucket.append(_Piece(index, start, stop))
+            num_bytes += (stop - start) * tensor.element_size()
+            start = stop
+    if bucket:
+        yield bucket
+
+
+def _split(elements: torch.Tensor, bucket: list[_Piece]) -> list[torch.Tensor]:
+    """Return the places of the pieces of a bucket among its elements, and what is left."""
+    sizes = [piece.stop - piece.start for piece in bucket]
+    return list(elements.split([*sizes, len(elements) - sum(sizes)]))
+
+
+def _arranged(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements lie in memory as they do on every other rank."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, device=tensor.device).copy_(tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _added(left: Tensors, right: Tensors) -> Tensors:
+    """Add the right tensors to the left ones, in place."""
+    both = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [other if one is None else one for one, other in zip(left, right, strict=True)]
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Branch(Generic[Value]):
+    """The sum of all batches below one branch of the tree: ``size`` of them from ``start`` on."""
+
+    start: int
+    size: int
+    value: Value
+
+    def is_left_of(self, other: Branch[Value]) -> bool:
+        """Tell whether the two are the halves of one branch."""
+        return self.size == other.size and self.start % (2 * self.size) == 0
+
+
+class Branches(Generic[Value]):
+    """Neighbouring branches, from left to right; two halves become a whole as soon as both are there.
+
+    So there are never more than about twice as many as the logarithm of the number of batches.
+    """
+
+    def __init__(self, add: Callable[[Value, Value], Value]) -> None:
+        self._add = add
+        self.held: list[Branch[Value]] = []
+
+    def push(self, branch: Branch[Value]) -> None:
+        """Take the branch that follows the last one."""
+        while self.held and self.held[-1].is_left_of(branch):
+            left = self.held.pop()
+            branch = Branch(left.start, 2 * left.size, self._add(left.value, branch.value))
+        self.held.append(branch)
+
+    def root(self) -> Value:
+        """Return the sum of all, once nothing follows any more."""
+        *rest, last = self.held
+        value = last.value
+        for branch in reversed(rest):
+            value = self._add(branch.value, value)
+        return value
+
+
+@lru_cache(maxsize=1024)
+def branches_of(num_batches: int, rank: int, world_size: int) -> tuple[Branch[None], ...]:
+    """Return the branches whose sums one rank can make of its own batches of a step."""
+    branches = Branches[None](lambda left, right: None)
+    for position in share_of(num_batches, rank, world_size):
+        branches.push(Branch(position, 1, None))
+    return tuple(branches.held)

@@ -1,0 +1,121 @@
+"""Evaluation: a pass over the batches of a split, and the stage that does one over the validation splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.checkpoint.records import Records
+from pipeline.distributed.processes import Processes
+from pipeline.experiment.assembly import Experiment
+from pipeline.system.seeding import key_generators
+from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
+from pipeline.training.buffers import kept_buffers
+from pipeline.training.losses import LossLedger, total_losses
+from pipeline.training.step_plan import PlannedBatch, Turn, deal_rounds, evaluation_places
+
+_ROUNDS_BETWEEN_QUESTIONS = 16
+
+
+Observer = Callable[[Turn, PlannedBatch, Any], None]
+
+
+def _nobody(turn: Turn, planned: PlannedBatch, batch: Any) -> None:
+    """Look at nothing."""
+
+
+class EvaluationPass:
+    """Runs the batches of one split through the modules, each exactly once at any number of processes.
+
+    Shard i of n takes batches i, i + n, i + 2 n, …, so that several passes can share the work.
+    """
+
+    def __init__(
+        self, experiment: Experiment, processes: Processes, runner: BatchRunner, shard: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._experiment, self._processes, self._runner = experiment, processes, runner
+        self.places = evaluation_places(runner.shapes)
+        chosen = list(enumerate(self.places))[shard[0] :: shard[1]]
+        rank, world_size = processes.rank, processes.world_size
+        every_nth = [Turn(*batch) for batch in chosen[rank::world_size]]
+        self._own = deal_rounds(chosen, rank, world_size) if experiment.is_sharded else every_nth
+        self.num_rounds = len(self._own) if experiment.is_sharded else -(-len(chosen) // world_size)
+        self._ledger = LossLedger(experiment.settings.register_names, len(self.places), processes)
+
+    def rounds(self, epoch: int, observe: Observer = _nobody) -> Iterator[int]:
+        """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
+        self._experiment.set_training(False)
+        points = self._runner.points(epoch)
+        loading = self._runner.load([turn.place for turn in self._own], points)
+        # An evaluation must leave no trace, as each rank would leave another.
+        with kept_buffers(self._experiment.components.all_modules.values()):
+            for number in range(self.num_rounds):
+                if number < len(self._own):
+                    turn = self._own[number]
+                    self._evaluate(turn, points.batch(turn.place), next(loading), observe)
+                yield number
+
+    def _evaluate(self, turn: Turn, planned: PlannedBatch, batch: Any, observe: Observer) -> None:
+        with torch.no_grad(), out_of_memory_explained(batch, turn.place, self._processes.device):
+            losses = self._runner.losses(batch, turn.place, (*planned.key, "evaluate"))
+            if not turn.is_stand_in:
+                self._ledger.add(0, turn.position, losses)
+            observe(turn, planned, batch)
+
+    def collect(self) -> np.ndarray:
+        """Return the sums per batch and register of all ranks; batches of other shards have 0."""
+        sums: np.ndarray = self._ledger.collect_batches(1)
+        return sums
+
+    def num_items(self) -> dict[str, int]:
+        """Return how many items of the whole split each register gets."""
+        feeds = self._experiment.components.module_transforms
+        return {
+            register: sum(one.num_items for one in self.places if register in feeds[one.shape.dataset].loss_registers)
+            for register in self._experiment.settings.register_names
+        }
+
+
+class EvaluationStage:
+    """One pass over the validation splits, each item exactly once at any number of processes."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        processes: Processes,
+        runner: BatchRunner,
+        records: Records,
+    ) -> None:
+        self._experiment, self._processes, self._records = experiment, processes, records
+        self._pass = EvaluationPass(experiment, processes, runner)
+
+    @property
+    def num_rounds(self) -> int:
+        return self._pass.num_rounds
+
+    def run(self, epoch: int, is_asked_to_stop: Callable[[], bool]) -> Iterator[bool]:
+        """Yield after each round, False as long as it goes on and True if all ranks agreed to stop instead.
+
+        An evaluation is recorded whole or not at all: stopping one loses nothing but its own time.
+        """
+        weighter = self._experiment.components.loss_weighter
+        seed = self._experiment.settings.training.seed
+        key_generators(seed, "before evaluation", epoch)
+        weighter.before_eval_epoch(self._records.losses)
+        for number in self._pass.rounds(epoch):
+            if number % _ROUNDS_BETWEEN_QUESTIONS == 0 and self._processes.any(is_asked_to_stop()):
+                self._pass.collect()
+                yield True
+                return
+            yield False
+        self._record(epoch)
+        key_generators(seed, "after evaluation", epoch)
+        weighter.after_eval_epoch(self._records.losses)
+
+    def _record(self, epoch: int) -> None:
+        totals, items = total_losses(self._pass.collect())[0].tolist(), self._pass.num_items()
+        for (register, record), total in zip(self._records.losses["val"].items(), totals, strict=True):
+            record.add_epoch(epoch, total, items[register])

@@ -1,0 +1,90 @@
+"""Losses of batches: checked, kept as sums on the device, and added over the ranks only when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.distributed.processes import Processes
+from pipeline.errors import PipelineError
+from pipeline.system.accelerators import pinned_like
+
+
+class LossLedger:
+    """Float64 sums of the losses of batches, left on the device until someone wants to see them.
+
+    Rows are steps. Each batch of a row is summed by one rank only, so adding over the ranks is exact, and the
+    batches of a row are added in the planned order: recorded values do not depend on the number of processes.
+    """
+
+    def __init__(self, registers: Sequence[str], num_batches: int, processes: Processes) -> None:
+        self._processes, self._num_batches = processes, num_batches
+        self._positions = {register: position for position, register in enumerate(registers)}
+        self._cells: list[tuple[int, int, int]] = []
+        self._sums: list[torch.Tensor] = []
+        self._fetched: torch.Tensor | None = None
+
+    def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Record the losses of one batch and return their sums."""
+        sums = {register: loss.detach().sum(dtype=torch.float64) for register, loss in losses.items()}
+        self._sums += sums.values()
+        self._cells += [(row, batch, self._positions[register]) for register in losses]
+        return sums
+
+    def fetch(self) -> None:
+        """Begin to copy all sums to the host. The caller waits for the device before it collects them."""
+        sums = torch.stack(self._sums) if self._sums else torch.empty(0)
+        self._fetched = pinned_like(sums).copy_(sums, non_blocking=True)
+
+    def collect(self, num_rows: int) -> np.ndarray:
+        """Return the totals of all rows per register, added over ranks and batches, and empty the ledger."""
+        return total_losses(self.collect_batches(num_rows))
+
+    def collect_batches(self, num_rows: int) -> np.ndarray:
+        """Return the sums of all rows per batch and register, added over ranks, and empty the ledger."""
+        table = torch.zeros(num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
+        if self._cells:
+            sums = torch.stack(self._sums).cpu() if self._fetched is None else self._fetched
+            table[tuple(torch.tensor(self._cells).T)] = sums
+        self._fetched = None
+        self._cells.clear()
+        self._sums.clear()
+        totals: np.ndarray = self._processes.sum(table).numpy()
+        return totals
+
+
+def total_losses(sums: np.ndarray) -> np.ndarray:
+    """Add the sums of the batches of each row, in the planned order."""
+    totals: np.ndarray = sums.sum(axis=1)
+    return totals
+
+
+def checked_losses(
+    losses: Any, registers: tuple[str, ...], num_items: int, where: str, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return what a module transform gave if it follows the contract: one value per item for each register."""
+    if not isinstance(losses, dict):
+        raise PipelineError(f"{where} must return a dict of losses, but returned {type(losses).__name__}.")
+    for problem, names in (("lacks", set(registers) - set(losses)), ("also has", set(losses) - set(registers))):
+        if names:
+            raise PipelineError(
+                f"{where} must return a dict with exactly the keys of its loss_registers, "
+                f"{', '.join(registers)}, but it {problem} {', '.join(sorted(map(str, names)))}."
+            )
+    for register in registers:
+        loss = losses[register]
+        if not isinstance(loss, torch.Tensor) or loss.numel() != num_items:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise PipelineError(
+                f"{where} must return one value per item for {register!r}, here {num_items}, but returned {given}. Do "
+                "not average over the batch; set point_size if a data point stands for several items."
+            )
+        if loss.device != device:
+            raise PipelineError(
+                f"{where} must return {register!r} on the device of the run, {device}, but it is on {loss.device}.\n"
+                "  fix: compute it from the tensors of the batch, or move it with .to(self.device)."
+            )
+    return {register: losses[register] for register in registers}

@@ -1,0 +1,206 @@
+"""A run as a process: how it joins the others, who speaks when it fails, and which exit code tells the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_zero
+from pipeline.distributed.peer_monitor import Loss
+from pipeline.distributed.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
+from pipeline.errors import PipelineError
+from pipeline.experiment.pymodules.user_code import author_frames
+from pipeline.lifecycle.starts import read_starts
+from pipeline.monitoring.journal import END, Journal
+from pipeline.paths import ExperimentPaths, data_home
+from pipeline.run import Watch, run
+from pipeline.store.store import peek
+from pipeline.system.launcher_watchdog import end_launcher_later, may_start_again
+from pipeline.system.logging import LOGGER, log_file_only, start_file
+from pipeline.training.batch_runner import is_out_of_memory
+
+_INTERRUPTED = "Interrupted."
+_LOST_PEER = "Ended because another process of this run has failed or was killed."
+_SILENT_PEER = (
+    "Ended because another process of this run did not answer for {:g} minutes ({}): it stands still, or its machine "
+    "or the network has failed."
+)
+_LOST_MACHINE = "Machine {} has not answered for {} seconds: it, or the network to it, has failed. This side ends."
+_CONTINUE = " The last commit is intact; continue with --auto."
+# What all processes do at the same moment is told by the first of them.
+_TO_FAIL = "to fail"
+_TO_MISS_ANOTHER = "to miss another"
+_SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
+_SECONDS_TO_WRITE_DOWN = 5
+_TOLD_ABOVE = "none; what is wrong and what to do is told above, before the traceback of torchrun itself"
+_OUT_OF_MEMORY = (
+    "out of memory; fix: lower batch_size in pymodules/dataloaders/*.py (a step keeps its items, which step_min_items",
+    "in settings/data_loading.json decides), or set precision to bf16 in settings/training.json. Both are frozen since",
+    "the start: start again with --reset, or make a variant with python -m pipeline new VARIANT --from EXPERIMENT.",
+)
+
+
+def attempt(arguments: Arguments, watch: Watch | None = None) -> int:
+    """Join the other processes, run, and return an exit code that tells the truth."""
+    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    return join_and_act(lambda processes: run(arguments, processes, watch=watch), paths, arguments.device)
+
+
+def join_and_act(
+    act: Callable[[Processes], object], paths: ExperimentPaths | None = None, wanted_device: str | None = None
+) -> int:
+    """Join the other processes, act, and return an exit code; ``paths`` are those of a run that can be continued."""
+    # The copy of an experiment must stay as it was copied.
+    sys.dont_write_bytecode = True
+    processes = Processes(rank=0 if is_rank_zero() else 1)
+    try:
+        processes = Processes.join(wanted_device)
+        monitor = processes.watch_peers(lambda loss: _leave_alone(loss, processes, paths))
+        act(processes)
+        monitor.say_farewell()
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        return conclude_failure(error, processes, paths)
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End at once: all is committed, and threads of a process group can abort an orderly exit with another code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
+
+
+def _leave_alone(loss: Loss, processes: Processes, paths: ExperimentPaths | None) -> NoReturn:
+    """End while the run waits for a peer that will not answer; what it is writing is as after a kill."""
+    if loss.silent_seconds is None:
+        what = _LOST_PEER
+        speaks = processes.is_first(_TO_MISS_ANOTHER)
+    else:
+        what = _LOST_MACHINE.format(loss.host, loss.silent_seconds)
+        speaks = True
+    told = PipelineError(what + (_CONTINUE if paths else ""))
+    if speaks:
+        print(f"\n{told}", file=sys.stderr, flush=True)
+    # The files may be on a machine that is out of reach as well.
+    writing = Thread(target=_write_down, args=(told, processes, paths), daemon=True)
+    writing.start()
+    writing.join(_SECONDS_TO_WRITE_DOWN)
+    if has_launcher() and not may_start_again():
+        end_launcher_later()
+    leave(1)
+
+
+def _write_down(told: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
+    """Leave a last message in the log, in the journal and where torchrun looks for it."""
+    _record_told(told)
+    log_file_only(str(told))
+    if paths is not None and peek(paths):
+        journal = Journal(paths.journal_file, processes.rank)
+        journal.start = len(read_starts(paths))
+        journal.note(END, outcome="failed", error=str(told))
+
+
+def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
+    """Tell what happened, once over all processes, and return the exit code."""
+    if isinstance(error, PipelineError):
+        return _conclude_told(error, processes, paths)
+    if isinstance(error, KeyboardInterrupt):
+        print(_INTERRUPTED + (_CONTINUE if paths else ""), file=sys.stderr, flush=True)
+        return 1
+    if is_lost_peer(error):
+        if processes.is_first(_TO_MISS_ANOTHER):
+            LOGGER.warning(_lost_peer(error) + (_CONTINUE if paths else ""))
+        # torchrun takes the first process that ends for the cause: let the one that failed be first.
+        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
+        log_file_only(_whole(error))
+        return 1
+    _tell_crash(error, processes, paths)
+    return 1
+
+
+def _lost_peer(error: BaseException) -> str:
+    if not is_silent_peer(error):
+        return _LOST_PEER
+    return _SILENT_PEER.format(longest_wait().total_seconds() / 60, TIMEOUT_VARIABLE)
+
+
+def _conclude_told(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> int:
+    """Say what a message for the user says, without a stack trace; the log file has that as well."""
+    speaks = processes.is_rank_zero if error.is_shared else processes.is_first(_TO_FAIL)
+    if speaks:
+        print(f"\n{error}", file=sys.stderr, flush=True)
+        _log_trace(error, processes, None if error.is_shared else paths)
+    _record_told(error)
+    # Only when it was told may torchrun see a process fail and end the others.
+    if error.is_shared and processes.has_joined:
+        processes.barrier()
+    elif not speaks:
+        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
+    return error.exit_code
+
+
+def _tell_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+    _log_trace(error, processes, paths)
+    if processes.is_first(_TO_FAIL):
+        _print_crash(error, processes, paths)
+    else:
+        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
+    get_error_handler().record_exception(error)
+
+
+def _print_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+    print(f"\nrank {processes.rank} failed:\n{author_frames(error) or _whole(error)}", file=sys.stderr)
+    for line in _ways_on(error, paths) if paths else ():
+        print(f"  {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _ways_on(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
+    """Yield what someone can do about a crash."""
+    if is_out_of_memory(error):
+        yield from _OUT_OF_MEMORY
+    elif not peek(paths):
+        yield "fix: repair it and start again; nothing was committed yet."
+    elif author_frames(error):
+        yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
+        yield f"  {command_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
+        yield f"or repair it in {paths.settings / 'pymodules'} and start again with --reset."
+    else:
+        yield f"to continue: {command_line(paths.name, paths.home, '--resume')}"
+    if paths.log_file.exists():
+        yield f"the whole traceback: {paths.log_file}"
+
+
+def _log_trace(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+    """Write a whole traceback into the log file; a process other than rank zero has to open it first."""
+    if paths is not None and paths.logs.is_dir() and not processes.is_rank_zero:
+        start_file(paths.name, paths.log_file)
+    log_file_only(f"rank {processes.rank} failed:\n{_whole(error)}")
+
+
+def _whole(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def _record_told(error: PipelineError) -> None:
+    """Leave the message where torchrun looks for it, so that its table points to what was said above it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": _TOLD_ABOVE, "timestamp": str(int(time.time()))}
+        message = {"message": str(error), "errorCode": error.exit_code, "extraInfo": more}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))

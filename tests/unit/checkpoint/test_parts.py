@@ -1,0 +1,55 @@
+"""The table of persisted parts: what is kept in memory to be written, and in how many segments steps are written."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from pipeline.checkpoint.parts import PersistedParts
+
+
+def parts_of(records: SimpleNamespace, components: Any = None) -> PersistedParts:
+    training = SimpleNamespace(checkpoint_in_background=components is not None, parallelism="ddp")
+    settings = SimpleNamespace(training=training)
+    experiment = SimpleNamespace(components=components, settings=settings, optimizers={}, schedulers={})
+    return PersistedParts(experiment, records)  # type: ignore[arg-type]
+
+
+def test_copies_of_frozen_weights_go_with_the_first_commit() -> None:
+    """What never changes is written once; a second copy of a large frozen module is not kept in memory."""
+    policy = SimpleNamespace(save=print)
+    policies = dict.fromkeys(("early_stopper", "checkpoint_saver", "loss_weighter"), policy)
+    modules = {"frozen_modules": {"f": nn.Linear(2, 2)}, "trained_modules": {"t": nn.Linear(2, 2)}}
+    components = SimpleNamespace(data_counters={}, **modules, **policies)
+    taken: list[ref[torch.Tensor]] = []
+    parts = parts_of(SimpleNamespace(epoch_files=lambda split: {}), components)
+    changes = parts.prepared()
+    for writer in changes.files.values():
+        (held,) = (cell.cell_contents for cell in writer.__closure__)  # type: ignore[attr-defined]
+        taken += [ref(tensor) for tensor in held.values()]
+    del changes, writer, held
+    assert [tensor() is None for tensor in taken] == [True, True, False, False]
+
+
+def test_long_epoch_has_few_segments_that_cover_all_steps() -> None:
+    """After ten thousand commits there are some ten segments, without gap or overlap."""
+    records = SimpleNamespace(num_steps=0)
+    parts, present, written = parts_of(records), dict[int, int](), 0
+    for _ in range(10_000):
+        records.num_steps += 3
+        first, removed = parts._next_segment()
+        for path in removed:
+            del present[int(path.removeprefix("running/steps_").removesuffix(".npz"))]
+        present[first] = records.num_steps - first
+        written += present[first]
+        starts = sorted(present)
+        assert starts[0] == 0
+        assert all(
+            one + present[one] == other for one, other in zip(starts, [*starts[1:], records.num_steps], strict=True)
+        )
+    assert len(present) <= 15
+    assert written < 16 * records.num_steps

@@ -1,0 +1,66 @@
+"""How processes find each other in a store that others have used before them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from pipeline.distributed.rendezvous import ask, has_twins, receive
+from pipeline.errors import PipelineError
+
+LIMIT = timedelta(seconds=20)
+
+
+def meet_three(store: Store) -> list[Store]:
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(ask, store, rank, LIMIT) for rank in (1, 2)]
+        return [receive(store, 3, LIMIT), *(other.result() for other in others)]
+
+
+def test_processes_of_one_start_share_a_store_and_find_nothing_in_it() -> None:
+    """What one sets the others get; what the start before has left is not there."""
+    store = dist.HashStore()
+    for address in (b"of the first start", b"of the second"):
+        stores = meet_three(store)
+        assert not any(one.check(["address"]) for one in stores)
+        stores[1].set("address", address)
+        assert [one.get("address") for one in stores] == [address] * 3
+
+
+def test_question_of_a_dead_process_is_answered_to_nobody() -> None:
+    """Rank zero goes on until the living one has come."""
+    store = dist.HashStore()
+    store.set("question_1", "of a process that was killed")
+    with ThreadPoolExecutor() as pool:
+        zero = pool.submit(receive, store, 2, LIMIT)
+        ask(store, 1, LIMIT).set("key", "value")
+        assert zero.result().get("key") == b"value"
+
+
+def test_process_that_does_not_come_is_named() -> None:
+    """After the time that processes wait for each other, the missing ranks are told."""
+    with pytest.raises(PipelineError, match=r"of 3 processes, rank 1, 2 did not come\.\n  fix: look at the output"):
+        receive(dist.HashStore(), 3, timedelta(seconds=0.1))
+
+
+def test_rank_zero_that_does_not_answer_is_told() -> None:
+    """Whoever asks in vain says so in a sentence."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(PipelineError, match=r"but rank 0 did not answer rank 1\.\n  fix:"):
+        ask(store, 1, timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("identities", "expected"), [(["a", "b", "c"], False), (["a", "b", "a"], True), (["", "", ""], False)]
+)
+def test_every_rank_learns_whether_two_are_the_same(identities: list[str], expected: bool) -> None:
+    """Ranks that use one device together are found by all of them; those without an identity may be many."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(has_twins, store, 3, identity) for identity in identities]
+        assert [answer.result() for answer in answers] == [expected] * 3

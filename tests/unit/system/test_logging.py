@@ -1,0 +1,83 @@
+"""Where messages go, and that losing them never stops a training."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.system.logging import LOGGER, log_file_only, start_console, start_file
+
+
+@pytest.fixture(autouse=True)
+def logging_errors() -> object:
+    """Put back the switch that a run turns off."""
+    raises = logging.raiseExceptions
+    yield
+    logging.raiseExceptions = raises
+
+
+def test_line_has_time_experiment_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line can be found by experiment."""
+    start_console("group/run", is_rank_zero=True)
+    LOGGER.info("hello")
+    time, name, level, message = capsys.readouterr().out.strip().split(" - ")
+    assert (name, level, message) == ("group/run", "INFO", "hello")
+    assert time.startswith("20")
+
+
+def test_other_ranks_speak_of_trouble_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """What every rank would say is said by rank zero alone."""
+    start_console("run", is_rank_zero=False)
+    LOGGER.info("progress")
+    LOGGER.warning("trouble")
+    assert "progress" not in (text := capsys.readouterr().out)
+    assert "trouble" in text
+
+
+def test_output_that_is_no_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A redirected log has neither carriage returns nor colours."""
+    start_console("run", is_rank_zero=True)
+    LOGGER.info("hello")
+    assert not {"\r", "\x1b"} & set(capsys.readouterr().out)
+
+
+def test_closed_terminal_is_survived(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When the terminal goes away the log file still gets every line."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    start_console("run", is_rank_zero=True)
+    start_file("run", tmp_path / "logs/train.log")
+    terminal.close()
+    LOGGER.info("hello")
+    assert "hello" in (tmp_path / "logs/train.log").read_text()
+
+
+def test_log_file_is_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run continues the log of the first."""
+    (tmp_path / "train.log").write_text("before\n")
+    start_console("run", is_rank_zero=True)
+    start_file("run", tmp_path / "train.log")
+    LOGGER.info("after")
+    before, after = (tmp_path / "train.log").read_text().splitlines()
+    assert (before, after.endswith("after")) == ("before", True)
+
+
+def test_log_file_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training goes on without a log file."""
+    (tmp_path / "file").touch()
+    start_console("run", is_rank_zero=True)
+    start_file("run", tmp_path / "file/train.log")
+    assert "No log file" in capsys.readouterr().out
+
+
+def test_traceback_goes_to_the_log_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The terminal shows the author's own frames, the log file everything."""
+    start_console("run", is_rank_zero=True)
+    start_file("run", tmp_path / "train.log")
+    log_file_only("whole traceback")
+    assert "whole traceback" in (tmp_path / "train.log").read_text()
+    assert "whole traceback" not in capsys.readouterr().out

@@ -1,0 +1,182 @@
+"""Loaders: a point looks the same whoever loads it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import subprocess
+import sys
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from pipeline.experiment.pymodules.definitions import LoaderArguments
+from pipeline.training.loaders import Ahead, KeyedDataset, Loader, to_device
+from pipeline.training.step_plan import PlannedBatch
+
+CPU = torch.device("cpu")
+BATCHES = [PlannedBatch("a", (3, 1, 4), (0, "train", 1, "a", 0)), PlannedBatch("a", (1, 5), (0, "train", 1, "a", 1))]
+
+
+class Numbers:
+    """A dataset of dict points."""
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        return {"idx": idx}
+
+
+class ManyNumbers(Numbers):
+    """A dataset that fetches many points at once."""
+
+    def __getitems__(self, idxs: list[int]) -> list[dict[str, Any]]:
+        return [{"idx": 100 + idx} for idx in idxs]
+
+
+def augmented(point: dict[str, Any]) -> None:
+    """Edit a point in place with draws from all three generators."""
+    point["noise"] = [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def loaded(transform: Any, num_workers: int = 0, dataset: Any = None, batches: Any = BATCHES) -> list[Any]:
+    """Return all batches as a loader gives them."""
+    keyed = KeyedDataset(dataset or Numbers(), transform, default_collate)
+    return list(Loader(keyed, LoaderArguments(batch_size=3, num_workers=num_workers), CPU).load(batches))
+
+
+def test_batches_come_in_the_planned_order() -> None:
+    """The plan decides which points make a batch."""
+    assert [batch["idx"].tolist() for batch in loaded(lambda point: point)] == [[3, 1, 4], [1, 5]]
+
+
+def test_transform_may_return_a_new_point() -> None:
+    """What a transform returns takes the place of the point."""
+    assert loaded(lambda point: {"x": point["idx"] * 2})[0]["x"].tolist() == [6, 2, 8]
+
+
+def test_transform_may_edit_in_place() -> None:
+    """A transform that returns nothing has edited the point."""
+    assert "noise" in loaded(augmented)[0]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_number_of_workers_changes_nothing(num_workers: int) -> None:
+    """Points drawn in workers have the same bits as points drawn here."""
+    alone, beside = loaded(augmented), loaded(augmented, num_workers)
+    for left, right in zip(alone, beside, strict=True):
+        assert torch.equal(torch.stack(left["noise"]), torch.stack(right["noise"]))
+
+
+def test_point_does_not_depend_on_the_batches_before() -> None:
+    """A resumed epoch that begins with the second batch draws the same numbers for it."""
+    assert torch.equal(
+        torch.stack(loaded(augmented)[1]["noise"]), torch.stack(loaded(augmented, batches=BATCHES[1:])[0]["noise"])
+    )
+
+
+def test_points_of_a_batch_draw_different_numbers() -> None:
+    """Each point has a key of its own, even if the same point comes twice."""
+    twice = [PlannedBatch("a", (7, 7), (0,))]
+    assert len(set(loaded(augmented, batches=twice)[0]["noise"][0].tolist())) == 2
+
+
+def test_dataset_may_fetch_many_points_at_once() -> None:
+    """A dataset that defines __getitems__ is asked once per batch."""
+    assert loaded(lambda point: point, dataset=ManyNumbers())[0]["idx"].tolist() == [103, 101, 104]
+
+
+def test_loading_leaves_the_loaders_batches_replaceable() -> None:
+    """One loader serves epoch after epoch."""
+    loader = Loader(KeyedDataset(Numbers(), lambda point: point, default_collate), LoaderArguments(3), CPU)
+    first = [batch["idx"].tolist() for batch in loader.load(BATCHES)]
+    second = [batch["idx"].tolist() for batch in loader.load(BATCHES[1:])]
+    assert (first, second) == ([[3, 1, 4], [1, 5]], [[1, 5]])
+
+
+def test_moving_to_a_device_keeps_the_shape_of_a_batch() -> None:
+    """Tensors in dicts, lists, tuples and named tuples are moved, everything else is left."""
+    pair = namedtuple("pair", "x y")
+    batch = {"a": [torch.ones(1)], "b": (torch.ones(1), "text"), "c": pair(torch.ones(1), 3)}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["b"][0].is_meta
+    assert moved["b"][1] == "text"
+    assert isinstance(moved["c"], pair)
+    assert moved["c"].x.is_meta
+
+
+STUCK = """
+import time
+import torch
+from pipeline.experiment.pymodules.definitions import LoaderArguments
+from pipeline.training.loaders import KeyedDataset, Loader
+from pipeline.training.step_plan import PlannedBatch
+
+
+class Stuck:
+    def __getitem__(self, index):
+        print("stuck", flush=True)
+        time.sleep(60)
+
+
+loader = Loader(KeyedDataset(Stuck(), lambda point: None, list), LoaderArguments(1, num_workers=1), torch.device("cpu"))
+next(loader.load([PlannedBatch("a", (0,), (0,))]))
+"""
+
+
+def test_worker_ends_with_its_process() -> None:
+    """A worker that hangs in an author's code is gone as soon as the process it works for was killed."""
+    owner = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "stuck\n"
+    owner.kill()
+    # The pipe stays open for as long as anyone is alive who has inherited it.
+    owner.communicate(timeout=30)
+
+
+def test_next_batch_can_be_loaded_before_it_is_asked_for() -> None:
+    """Loading ahead changes neither the order nor the number of batches."""
+    loaded: list[int] = []
+    ahead = Ahead(loaded.append(number) or number for number in range(3))  # type: ignore[func-returns-value]
+    ahead.load()
+    ahead.load()
+    assert loaded == [0]
+    assert [next(ahead), next(ahead), next(ahead)] == [0, 1, 2]
+    ahead.load()
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+def test_error_of_a_batch_that_is_loaded_ahead_is_raised_when_it_is_asked_for() -> None:
+    """The step that is under way meanwhile is not disturbed."""
+    ahead = Ahead(1 // number for number in (1, 0))
+    assert next(ahead) == 1
+    ahead.load()
+    with pytest.raises(ZeroDivisionError):
+        next(ahead)
+
+
+def test_time_of_loading_counts_whenever_it_is_done() -> None:
+    """Ahead or when it is asked for: what loading takes is known."""
+    ahead = Ahead(iter(range(2)))
+    ahead.load()
+    after_first = ahead.seconds
+    assert after_first > 0
+    assert [*ahead] == [0, 1]
+    assert ahead.seconds > after_first
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_workers_start_before_the_first_batch_is_asked_for(keeps: bool) -> None:
+    """Whoever loads knows when processes are forked, and whether there will be any."""
+    arguments = LoaderArguments(batch_size=3, num_workers=1, persistent_workers=keeps)
+    loader = Loader(KeyedDataset(Numbers(), lambda point: point, default_collate), arguments, CPU)
+    before = set(multiprocessing.active_children())
+    assert loader.starts_workers
+    batches = loader.load(BATCHES)
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    assert loader.starts_workers is not keeps
+    assert len(list(batches)) == 2
