@@ -12,13 +12,13 @@ def main(words: list[str] | None = None) -> int:
     if has_launcher():
         end_with_launcher()
     # Only a valid command line is worth the seconds that importing torch takes.
-    from pipeline.worker import attempt
+    from pipeline.worker import run_worker
 
-    return attempt(arguments)
+    return run_worker(arguments)
 
 
 if __name__ == "__main__":
     code = main()
-    from pipeline.worker import leave
+    from pipeline.worker import exit_now
 
-    leave(code)
+    exit_now(code)

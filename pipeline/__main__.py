@@ -22,7 +22,7 @@ _VERBS = {
     "logs": "Show or follow the log of an experiment.",
     "stop": "Ask a run to finish its step or epoch, commit and end.",
     "compare": "Show best and last values of experiments and the settings in which they differ.",
-    "clean": "Show what could be freed, and free it if told to; never what a resume needs.",
+    "clean": "Show what could be freed, and free it if asked to; never what a resume needs.",
     "report": "Write one HTML page about one or several experiments, at any time.",
     "fsck": "Verify every digest of an experiment's results and say what to do about damage.",
     "verify-resume": "Prove on your own experiment that a killed and resumed run gives the same bits.",

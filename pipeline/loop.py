@@ -9,19 +9,19 @@ from typing import Any
 
 from pipeline.monitoring.journal import EPOCH
 from pipeline.progress import EVALUATION, TRAINING, Progress
-from pipeline.session import Machinery
+from pipeline.session import TrainingSession
 from pipeline.system.accelerators import memory_in_mb
 from pipeline.system.disk import Changes
 from pipeline.system.formatting import shown_duration
 from pipeline.system.logging import LOGGER
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.tracking.log_lines import shown_losses, shown_rates, train_line, val_line
 from pipeline.tracking.progress_bar import ProgressBar
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.startup_summary import latest_values
 from pipeline.tracking.step_timer import Pace
 from pipeline.training.batch_runner import BatchRunner
-from pipeline.training.engines.base import Wishes
+from pipeline.training.engines.base import StepRequests
 from pipeline.training.training import StepReport
 
 # What the policies decide after an epoch; the names are shown if ranks do not agree.
@@ -33,10 +33,10 @@ _KEEPS = "save_checkpoints() of checkpoint_saver.py"
 class Loop:
     """Runs stages from a committed place on; every commit names the place that follows."""
 
-    def __init__(self, machinery: Machinery, publisher: Publisher, run_state: dict[str, Any]) -> None:
-        self._m, self._publisher = machinery, publisher
-        self._settings = machinery.experiment.settings
-        self._components = machinery.experiment.components
+    def __init__(self, session: TrainingSession, publisher: Publisher, run_state: dict[str, Any]) -> None:
+        self._m, self._publisher = session, publisher
+        self._settings = session.experiment.settings
+        self._components = session.experiment.components
         self.best: dict[str, Any] = run_state.get("best", {})
         self._committed_at = time.monotonic()
         self._pace = Pace()
@@ -64,15 +64,15 @@ class Loop:
         self._get_ready_for(self._m.runners[0])
         self._pace.begin_epoch(progress.step)
         with ProgressBar(f"train {epoch}", total, progress.step, updates, enabled=enabled) as bar:
-            for report in self._m.training.run(epoch, progress.step, self._wishes):
+            for report in self._m.training.run(epoch, progress.step, self._requests):
                 self._after_step(epoch, report)
                 bar.advance()
                 is_last = report.step == total
-                if not is_last and (report.verdict.stop or self._is_commit_due(report)):
+                if not is_last and (report.outcome.stop or self._is_commit_due(report)):
                     here = progress.at_step(report.step)
                     self._m.training.flush()
                     self._commit(self._m.parts.running_epoch, here)
-                    if report.verdict.stop:
+                    if report.outcome.stop:
                         self._note_epoch("train", epoch)
                         return here
         if self._settings.training.evaluation_interval:
@@ -140,7 +140,7 @@ class Loop:
         """Ask the policies what the latest epoch means."""
         losses, weighter = self._m.records.losses, self._components.loss_weighter
         stopper, saver = self._components.early_stopper, self._components.checkpoint_saver
-        key_generators(self._settings.training.seed, "judge", progress.epoch)
+        seed_generators(self._settings.training.seed, "judge", progress.epoch)
         stopper.update(losses, weighter)
         saver.update(losses, weighter, stopper)
         own = {
@@ -156,8 +156,10 @@ class Loop:
             self.best = {"epoch": progress.epoch, "values": latest_values(losses, "val")}
         return progress.next(evaluate=False, stop=decisions[_STOP])
 
-    def _wishes(self) -> Wishes:
-        return Wishes(stop=self._m.stop_requests.asked(), commit=self._m.processes.is_rank_zero and self._is_late())
+    def _requests(self) -> StepRequests:
+        return StepRequests(
+            stop=self._m.stop_requests.asked(), commit=self._m.processes.is_rank_zero and self._is_late()
+        )
 
     def _is_late(self) -> bool:
         minutes = self._settings.training.checkpoint_every_minutes
@@ -165,12 +167,12 @@ class Loop:
 
     def _is_commit_due(self, report: StepReport) -> bool:
         every = self._settings.training.checkpoint_every_steps
-        return report.verdict.commit or (every is not None and report.step % every == 0)
+        return report.outcome.commit or (every is not None and report.step % every == 0)
 
     def _after_step(self, epoch: int, report: StepReport) -> None:
         self._m.commits.poll()
         self._pace.add(report.step, report.seconds, report.data_seconds)
-        if report.verdict.skipped:
+        if report.outcome.skipped:
             LOGGER.warning(
                 "Epoch %d, step %d skipped on all ranks: a loss or gradient is not finite.", epoch, report.step
             )
@@ -190,7 +192,7 @@ class Loop:
             "memory": str(memory_in_mb(self._m.processes.device)),
         }
         losses = shown_losses(self._m.records.losses, "train", self._weights(), num_steps)
-        LOGGER.info(train_line(epoch, (report.step, report.num_steps), values, losses, report.verdict.norm))
+        LOGGER.info(train_line(epoch, (report.step, report.num_steps), values, losses, report.outcome.norm))
 
     def _eta(self, epoch: int, report: StepReport) -> float:
         """Return the seconds left: of the experiment if its last epoch is known, else of the epoch."""
@@ -228,7 +230,7 @@ class Loop:
         self._m.ranks.compare(f"before the commit at {progress}", saves=was_judged)
         if self._m.parts.is_sharded:
             folders = self._m.processes.on_rank_zero(lambda: self._begin_commit(changes, progress))
-            self._m.processes.together(lambda: self._m.parts.write_shards(folders))
+            self._m.processes.on_all_ranks(lambda: self._m.parts.write_shards(folders))
         elif self._m.processes.is_rank_zero:
             self._begin_commit(changes, progress)
         if self._m.processes.is_rank_zero:

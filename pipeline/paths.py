@@ -12,7 +12,7 @@ from pipeline.errors import UsageError
 DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
 STATE_FILE = "state.json"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_MOST_CHARACTERS = 200
+_MAX_CHARACTERS = 200
 # What an experiment keeps in its own results; an experiment below another name must not look like it.
 OLD_TOKEN_PREFIX = ".shared_"
 RESERVED = frozenset({"pymodules", "settings", "data", "temp_data", "generations"})
@@ -21,9 +21,9 @@ RESERVED = frozenset({"pymodules", "settings", "data", "temp_data", "generations
 def check_name(name: str, what: str = "experiment name") -> str:
     """Return ``name`` if it is a safe name; nothing else may ever become part of a path."""
     segments = name.split("/")
-    if len(name) > _MOST_CHARACTERS or not all(_SEGMENT.fullmatch(segment) for segment in segments):
+    if len(name) > _MAX_CHARACTERS or not all(_SEGMENT.fullmatch(segment) for segment in segments):
         raise UsageError(
-            f"The {what} must be at most {_MOST_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
+            f"The {what} must be at most {_MAX_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
             f"and no part of it may start with '.', but it is {name!r} instead."
         )
     if RESERVED & set(segments[1:]):

@@ -59,7 +59,7 @@ class Progress:
         progress = cls(value["stage"], value["epoch"], value["step"])
         counts = (progress.epoch, progress.step)
         if progress.stage not in _STAGES or any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(f"{value} is no place in an experiment")
+            raise ValueError(f"{value} is not a place in an experiment")
         return progress
 
     def __str__(self) -> str:

@@ -24,9 +24,9 @@ from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.pymodules.loader import relocate
 from pipeline.experiment.settings.settings import Contents, differing_overrides, parse_settings, read_contents
 from pipeline.experiment.sharding import mesh_of
-from pipeline.lifecycle.finished import finished_lines, settle
+from pipeline.lifecycle.finished import finish_pending, finished_lines
 from pipeline.lifecycle.frozen_copy import copy_folder, differing_files, digest_folder, refuse_edited_copy
-from pipeline.lifecycle.mode import check_settings_exist, decide, look
+from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect_results
 from pipeline.lifecycle.provenance import describe_start
 from pipeline.lifecycle.reset import check_shared, check_writable, open_fresh, reset
 from pipeline.lifecycle.restarts import was_started_before
@@ -37,9 +37,9 @@ from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
 from pipeline.report.ending import reported
 from pipeline.report.page import leave_report
-from pipeline.session import Machinery, build_machinery
+from pipeline.session import TrainingSession, build_session
 from pipeline.store.lock import RunLock
-from pipeline.store.store import ResultsStore, peek
+from pipeline.store.store import ResultsStore, read_current_manifest
 from pipeline.system.disk import Disk
 from pipeline.system.logging import LOGGER, start_console, start_file
 from pipeline.system.seeding import set_deterministic
@@ -48,30 +48,30 @@ from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.startup_summary import WARNING_MARK, change_lines, first_block, last_block, next_line, step_lines
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
-Watch = Callable[[Machinery], None]
+Watch = Callable[[TrainingSession], None]
 
 
-def _nobody(machinery: Machinery) -> None:
+def _nobody(session: TrainingSession) -> None:
     """Watch nothing."""
 
 
 def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, watch: Watch | None = None) -> Progress:
-    """Run an experiment as far as it goes and return where it stands; ``watch`` may put a witness into its stages."""
+    """Run an experiment as far as it goes and return where it stands; ``watch`` may put an observer into its stages."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
-    found = processes.on_rank_zero(lambda: look(paths))
+    found = processes.on_rank_zero(lambda: inspect_results(paths))
     if was_started_before(paths, processes):
         # What was asked has been done by the processes before this restart; what is left is to go on.
         arguments = replace(arguments, mode=AUTO)
     if found.is_finished and arguments.mode != RESET:
         processes.on_rank_zero(lambda: _settle(paths, disk or Disk()))
         return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
-    action = processes.on_rank_zero(lambda: decide(arguments, paths, found))
+    action = processes.on_rank_zero(lambda: choose_action(arguments, paths, found))
     return _Run(arguments, paths, processes, disk or Disk(), watch or _nobody).execute(action)
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
-    settle(paths, disk, PersistedParts.is_needed, lambda epoch: publish_rest(paths, epoch, run_id(paths)))
+    finish_pending(paths, disk, PersistedParts.is_needed, lambda epoch: publish_rest(paths, epoch, run_id(paths)))
     for line in finished_lines(paths):
         LOGGER.info(line)
 
@@ -100,35 +100,37 @@ class _Run:
         if self._processes.world_size > 1:
             check_shared(self._paths, self._processes, self._disk)
         if action == RESUME:
-            machinery = self._continue()
-            progress, run_state = self._restore(machinery)
+            session = self._continue()
+            progress, run_state = self._restore(session)
         else:
-            machinery = self._begin(action)
+            session = self._begin(action)
             progress, run_state = Progress(), {}
-            self._count(machinery)
-        self._introduce(machinery, progress)
-        with reported(self._paths, machinery.journal, machinery.close):
-            return self._loop(machinery, progress, run_state)
+            self._count(session)
+        self._introduce(session, progress)
+        with reported(self._paths, session.journal, session.close):
+            return self._loop(session, progress, run_state)
 
-    def _begin(self, action: str) -> Machinery:
+    def _begin(self, action: str) -> TrainingSession:
         """Check everything, and only then write: a refusal leaves the disk as it was."""
         self._processes.on_rank_zero(lambda: check_settings_exist(self._paths))
-        sources = self._processes.together(lambda: digest_folder(self._paths.settings))
+        sources = self._processes.on_all_ranks(lambda: digest_folder(self._paths.settings))
         self._check_same_everywhere(sources)
         folder = self._paths.settings
-        contents = self._processes.together(lambda: read_checked_contents(folder, self._arguments.all_overrides))
+        contents = self._processes.on_all_ranks(lambda: read_checked_contents(folder, self._arguments.all_overrides))
         experiment = self._assemble(folder, contents)
-        self._processes.together(lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules"))
-        machinery = build_machinery(self._paths, self._processes, experiment, self._store)
-        machinery.ranks.compare("before the first step", is_start=True)
-        machinery.engine.prepare()
+        self._processes.on_all_ranks(
+            lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules")
+        )
+        session = build_session(self._paths, self._processes, experiment, self._store)
+        session.ranks.compare("before the first step", is_start=True)
+        session.engine.prepare()
         written = read_contents(folder / "settings")
         changed = {name: content for name, content in contents.items() if content != written[name]}
         fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
-        self._store.know_datasets(fingerprints)
+        self._store.set_fingerprints(fingerprints)
         relocate(folder / "pymodules", self._paths.results / "pymodules")
-        return machinery
+        return session
 
     def _check_same_everywhere(self, sources: dict[str, str]) -> None:
         if any(other != sources for other in self._processes.gather(sources)):
@@ -142,29 +144,29 @@ class _Run:
             reset(self._paths, self._disk)
         open_fresh(self._paths, self._disk, self._lock)
         copies = copy_folder(self._paths.settings, self._paths.results, sources, changed, self._disk)
-        self._store.initialise(copies, sources)
+        self._store.set_digests(copies, sources)
 
-    def _count(self, machinery: Machinery) -> None:
+    def _count(self, session: TrainingSession) -> None:
         """Let rank zero count; the others hear from it often enough not to take it for dead."""
         if self._processes.is_rank_zero:
             heard = time.monotonic()
-            for _ in count(machinery.experiment):
+            for _ in count(session.experiment):
                 if time.monotonic() - heard > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
                     heard = time.monotonic()
                     self._processes.broadcast(False)
         while not self._processes.broadcast(True):
             continue
 
-    def _continue(self) -> Machinery:
+    def _continue(self) -> TrainingSession:
         """Load the frozen copy, then take the lock and bring the directory into order."""
         self._processes.on_rank_zero(self._check_copy)
-        contents = self._processes.together(self._frozen_contents)
+        contents = self._processes.on_all_ranks(self._frozen_contents)
         self._keep_threads(contents)
         experiment = self._assemble(self._paths.results, contents)
-        machinery = build_machinery(self._paths, self._processes, experiment, self._store)
+        session = build_session(self._paths, self._processes, experiment, self._store)
         fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(lambda: self._recover(fingerprints))
-        return machinery
+        return session
 
     def _keep_threads(self, contents: Contents) -> None:
         """Let a run that is to be exact on any machine go on with the threads it had, because bits depend on them."""
@@ -174,7 +176,7 @@ class _Run:
             torch.set_num_threads(known[-1])
 
     def _check_copy(self) -> None:
-        manifest = peek(self._paths)
+        manifest = read_current_manifest(self._paths)
         if manifest:
             refuse_edited_copy(self._paths.results, manifest.copies, is_accepted=self._arguments.accept_edited_copy)
 
@@ -191,55 +193,55 @@ class _Run:
 
     def _recover(self, fingerprints: Fingerprints) -> None:
         self._lock.acquire()
-        found = look(self._paths)
+        found = inspect_results(self._paths)
         if not found.exists:
             raise StateConflict(f"Experiment {self._paths.name!r} was just reset by another run.")
         if found.is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
         self._store.recover(PersistedParts.is_needed)
         refuse_changed_datasets(self._paths.name, self._store.current.fingerprints, fingerprints)
-        self._store.know_datasets(fingerprints)
+        self._store.set_fingerprints(fingerprints)
         if self._arguments.accept_edited_copy:
-            self._store.initialise(digest_folder(self._paths.results), self._store.current.sources)
+            self._store.set_digests(digest_folder(self._paths.results), self._store.current.sources)
         edited = differing_files(self._paths.settings, self._store.current.sources)
         if edited:
             LOGGER.warning(
-                "The settings folder has changed since the start; the frozen copy goes on: %s. "
+                "The settings folder has changed since the start; the run continues with its frozen copy: %s. "
                 "To use the changes, start again with --reset, or run a copy of the folder under another name.",
                 ", ".join(edited),
             )
 
-    def _restore(self, machinery: Machinery) -> tuple[Progress, dict[str, Any]]:
+    def _restore(self, session: TrainingSession) -> tuple[Progress, dict[str, Any]]:
         """Bring every part back to what was committed; return where the run continues and what its loop knew."""
         commit = self._processes.on_rank_zero(lambda: self._commit_to_read(PersistedParts.is_needed))
         progress, run_state = commit.manifest.progress, commit.manifest.run_state
         with committed_files(self._paths, self._processes, commit) as files:
-            self._processes.together(lambda: self._load(machinery, files, progress))
-        machinery.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
-        machinery.engine.scaler.load_state_dict(run_state["grad_scaler"])
+            self._processes.on_all_ranks(lambda: self._load(session, files, progress))
+        session.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
+        session.engine.scaler.load_state_dict(run_state["grad_scaler"])
         # Commits of earlier versions do not hold the flags.
         if "requires_grad" in run_state:
-            machinery.engine.load_flags(run_state["requires_grad"])
-        machinery.ranks.compare("after the last commit was restored", saves=True)
-        machinery.engine.prepare()
+            session.engine.load_flags(run_state["requires_grad"])
+        session.ranks.compare("after the last commit was restored", saves=True)
+        session.engine.prepare()
         return progress, run_state
 
     def _commit_to_read(self, is_needed: Callable[[str], bool]) -> CommitToRead:
         return CommitToRead(self._store.current, self._store.files_to_restore(is_needed), self._lock.claim.folder)
 
-    def _load(self, machinery: Machinery, files: CommittedFiles, progress: Progress) -> None:
+    def _load(self, session: TrainingSession, files: CommittedFiles, progress: Progress) -> None:
         try:
-            machinery.parts.restore(files.read_state, files.folder, progress)
+            session.parts.restore(files.read_state, files.folder, progress)
         except UnreadableFile as error:
             # Copies are gone when the message is read; the names in data/ stay.
             named = str(error).replace(str(files.folder), str(self._paths.data))
             raise DamagedResults(f"{named}\n  fix: restore it from a backup, or start again with --reset.") from error
 
-    def _restore_counters(self, machinery: Machinery) -> None:
+    def _restore_counters(self, session: TrainingSession) -> None:
         """Let every rank load the committed counts, rank zero too, so that a run sees what a resumed one would see."""
         commit = self._processes.on_rank_zero(lambda: self._commit_to_read(is_counted))
         with committed_files(self._paths, self._processes, commit) as files:
-            restore_counters(machinery.experiment.components, files.folder)
+            restore_counters(session.experiment.components, files.folder)
 
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
@@ -249,29 +251,29 @@ class _Run:
             torch.set_num_threads(settings.training.threads)
         self._hardware_warning = compare_hardware(self._processes, is_exact=settings.training.is_exact)
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
-        self._processes.together(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
+        self._processes.on_all_ranks(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         mesh = mesh_of(self._processes, settings.training)
         device, world_size = self._processes.device, self._processes.world_size
-        return self._processes.together(lambda: assemble(folder / "pymodules", settings, device, mesh, world_size))
+        return self._processes.on_all_ranks(lambda: assemble(folder / "pymodules", settings, device, mesh, world_size))
 
-    def _introduce(self, machinery: Machinery, progress: Progress) -> None:
+    def _introduce(self, session: TrainingSession, progress: Progress) -> None:
         """Open the log, write down this start and say what is about to happen."""
         start = describe_start(self._processes, progress)
         earlier = self._processes.on_rank_zero(lambda: read_starts(self._paths))
-        machinery.journal.start = len(earlier) + 1
+        session.journal.start = len(earlier) + 1
         if not self._processes.is_rank_zero:
             return
         self._make_error_folder()
         start_file(self._paths.name, self._paths.log_file)
         record_start(self._paths, start, self._disk, self._lock.claim.folder)
-        machinery.journal.note(START, at=progress.as_json())
-        found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "starts"
-        plan = machinery.training.plan
-        is_exact = machinery.experiment.settings.training.is_exact
+        session.journal.note(START, at=progress.as_json())
+        found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "new run"
+        plan = session.training.plan
+        is_exact = session.experiment.settings.training.is_exact
         conditions = compare_starts([*earlier, start], is_exact=is_exact)
         lines = [
-            *first_block(self._paths, self._processes, machinery.experiment, found, conditions.doubt),
-            *step_lines(len(plan), plan.most_batches, machinery.experiment, self._processes),
+            *first_block(self._paths, self._processes, session.experiment, found, conditions.doubt),
+            *step_lines(len(plan), plan.max_batches, session.experiment, self._processes),
             *change_lines(conditions.changed, conditions.harmless, conditions.doubt, progress),
         ]
         if self._hardware_warning:
@@ -286,29 +288,29 @@ class _Run:
         except OSError as error:
             LOGGER.warning("%s cannot be made: %s. Training continues.", self._paths.error_files, error.strerror)
 
-    def _loop(self, machinery: Machinery, progress: Progress, run_state: dict[str, Any]) -> Progress:
-        publisher = self._publisher(machinery, progress)
-        loop = Loop(machinery, publisher, run_state)
-        machinery.stop_requests.listen()
+    def _loop(self, session: TrainingSession, progress: Progress, run_state: dict[str, Any]) -> Progress:
+        publisher = self._publisher(session, progress)
+        loop = Loop(session, publisher, run_state)
+        session.stop_requests.listen()
         if progress == Progress():
             progress = progress.next()
-            machinery.experiment.initialize_schedulers()
+            session.experiment.initialize_schedulers()
             loop.commit_prepared(progress)
-            machinery.commits.wait()
-            self._restore_counters(machinery)
-        machinery.create_module_transforms()
-        self._watch(machinery)
+            session.commits.wait()
+            self._restore_counters(session)
+        session.create_module_transforms()
+        self._watch(session)
         progress = loop.run(progress, self._arguments.stop_after_epoch)
-        machinery.commits.wait()
+        session.commits.wait()
         if self._processes.is_rank_zero:
-            self._conclude(machinery, loop, progress)
+            self._conclude(session, loop, progress)
         publisher.close()
         self._processes.barrier()
         return progress
 
-    def _publisher(self, machinery: Machinery, progress: Progress) -> Publisher:
-        publisher = Publisher(machinery.records, len(machinery.training.plan), self._paths)
-        epoch, experiment = Loop.recorded_epoch(progress), machinery.experiment
+    def _publisher(self, session: TrainingSession, progress: Progress) -> Publisher:
+        publisher = Publisher(session.records, len(session.training.plan), self._paths)
+        epoch, experiment = Loop.recorded_epoch(progress), session.experiment
         # A run under observation is no run of the experiment.
         if self._processes.is_rank_zero and self._watch is _nobody:
             trackers = create_trackers(experiment.settings.logging, experiment.components.trackers)
@@ -317,12 +319,12 @@ class _Run:
             publisher.resume(epoch)
         return publisher
 
-    def _conclude(self, machinery: Machinery, loop: Loop, progress: Progress) -> None:
+    def _conclude(self, session: TrainingSession, loop: Loop, progress: Progress) -> None:
         outcome = "finished" if progress.is_finished else "stopped"
         loop.report(progress, state=outcome)
-        asked_by = machinery.stop_requests.reason or "asked by another process"
+        asked_by = session.stop_requests.reason or "asked by another process"
         reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
-        machinery.journal.note(END, outcome=outcome, at=progress.as_json(), reason=machinery.stop_requests.reason)
+        session.journal.note(END, outcome=outcome, at=progress.as_json(), reason=session.stop_requests.reason)
         seconds, report = time.monotonic() - self._started, leave_report(self._paths)
         for line in last_block(self._paths, f"{outcome}{reason}", seconds, loop.best, report):
             LOGGER.info(line)

@@ -20,7 +20,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.store.background_commit import Commits
 from pipeline.store.store import ResultsStore
 from pipeline.system.logging import LOGGER
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.system.stop_requests import StopRequests
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.engines.base import GradientEngine
@@ -37,7 +37,7 @@ _ENGINES: dict[str, Callable[[Experiment, Processes], GradientEngine]] = {"fast"
 
 
 @dataclass
-class Machinery:
+class TrainingSession:
     """The parts a loop drives; rank zero alone has a store, a status file and trackers that do anything."""
 
     paths: ExperimentPaths
@@ -73,16 +73,16 @@ def create_module_transforms(experiment: Experiment, device: torch.device) -> di
     """Create the module transform of every dataset."""
     components = experiment.components
     counters = {name: entry.counter for name, entry in components.data_counters.items()}
-    key_generators(experiment.settings.training.seed, "module transforms")
+    seed_generators(experiment.settings.training.seed, "module transforms")
     return {
         name: definition.create(dict(counters), device, LOGGER)
         for name, definition in components.module_transforms.items()
     }
 
 
-def build_machinery(
+def build_session(
     paths: ExperimentPaths, processes: Processes, experiment: Experiment, store: ResultsStore
-) -> Machinery:
+) -> TrainingSession:
     """Put together what an assembled experiment needs to run on these processes."""
     records = Records(experiment.settings.loss_registers, experiment.learning_rates())
     engine = create_engine(experiment, processes)
@@ -92,7 +92,7 @@ def build_machinery(
     if experiment.settings.training.sync_batchnorm:
         _check_even_steps(training.plan, processes)
     parts = PersistedParts(experiment, records, processes)
-    return Machinery(
+    return TrainingSession(
         paths=paths,
         processes=processes,
         experiment=experiment,

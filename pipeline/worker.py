@@ -25,7 +25,7 @@ from pipeline.lifecycle.starts import read_starts
 from pipeline.monitoring.journal import END, Journal
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.run import Watch, run
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from pipeline.system.launcher_watchdog import end_launcher_later, may_start_again
 from pipeline.system.logging import LOGGER, log_file_only, start_file
 from pipeline.training.batch_runner import is_out_of_memory
@@ -43,7 +43,7 @@ _TO_FAIL = "to fail"
 _TO_MISS_ANOTHER = "to miss another"
 _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
 _SECONDS_TO_WRITE_DOWN = 5
-_TOLD_ABOVE = "none; what is wrong and what to do is told above, before the traceback of torchrun itself"
+_SEE_ABOVE = "see the error message above torchrun's own traceback"
 _OUT_OF_MEMORY = (
     "out of memory; fix: lower batch_size in pymodules/dataloaders/*.py (a step keeps its items, which step_min_items",
     "in settings/data_loading.json decides), or set precision to bf16 in settings/training.json. Both are frozen since",
@@ -51,13 +51,13 @@ _OUT_OF_MEMORY = (
 )
 
 
-def attempt(arguments: Arguments, watch: Watch | None = None) -> int:
+def run_worker(arguments: Arguments, watch: Watch | None = None) -> int:
     """Join the other processes, run, and return an exit code that tells the truth."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
-    return join_and_act(lambda processes: run(arguments, processes, watch=watch), paths, arguments.device)
+    return run_in_group(lambda processes: run(arguments, processes, watch=watch), paths, arguments.device)
 
 
-def join_and_act(
+def run_in_group(
     act: Callable[[Processes], object], paths: ExperimentPaths | None = None, wanted_device: str | None = None
 ) -> int:
     """Join the other processes, act, and return an exit code; ``paths`` are those of a run that can be continued."""
@@ -74,7 +74,7 @@ def join_and_act(
     return 0
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End at once: all is committed, and threads of a process group can abort an orderly exit with another code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
@@ -101,14 +101,14 @@ def _leave_alone(loss: Loss, processes: Processes, paths: ExperimentPaths | None
     writing.join(_SECONDS_TO_WRITE_DOWN)
     if has_launcher() and not may_start_again():
         end_launcher_later()
-    leave(1)
+    exit_now(1)
 
 
 def _write_down(told: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
     """Leave a last message in the log, in the journal and where torchrun looks for it."""
     _record_told(told)
     log_file_only(str(told))
-    if paths is not None and peek(paths):
+    if paths is not None and read_current_manifest(paths):
         journal = Journal(paths.journal_file, processes.rank)
         journal.start = len(read_starts(paths))
         journal.note(END, outcome="failed", error=str(told))
@@ -173,7 +173,7 @@ def _ways_on(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     """Yield what someone can do about a crash."""
     if is_out_of_memory(error):
         yield from _OUT_OF_MEMORY
-    elif not peek(paths):
+    elif not read_current_manifest(paths):
         yield "fix: repair it and start again; nothing was committed yet."
     elif author_frames(error):
         yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
@@ -200,7 +200,7 @@ def _record_told(error: PipelineError) -> None:
     """Leave the message where torchrun looks for it, so that its table points to what was said above it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        more = {"py_callstack": _TOLD_ABOVE, "timestamp": str(int(time.time()))}
+        more = {"py_callstack": _SEE_ABOVE, "timestamp": str(int(time.time()))}
         message = {"message": str(error), "errorCode": error.exit_code, "extraInfo": more}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))

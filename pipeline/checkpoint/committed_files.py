@@ -19,7 +19,7 @@ from pipeline.errors import DamagedResults, PipelineError, UnreadableFile
 from pipeline.paths import ExperimentPaths
 from pipeline.serialization.sharded_files import Target
 from pipeline.store.manifest import Entry, Manifest
-from pipeline.store.weight_pools import HeldFiles, ModuleFiles, Overtaken
+from pipeline.store.weight_pools import CommitSuperseded, HeldFiles, ModuleFiles
 
 _STATES = ("module_ckps/", "optim_ckps/")
 
@@ -72,7 +72,7 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
     folder = commit.scratch / f"restored_{processes.rank}"
     try:
         _verify_shards(commit, held, processes)
-        processes.together(lambda: _copy_small_files(commit, held, folder, processes))
+        processes.on_all_ranks(lambda: _copy_small_files(commit, held, folder, processes))
         yield CommittedFiles(paths, commit, held, folder, processes)
     finally:
         held.close()
@@ -87,7 +87,7 @@ def _verify_shards(commit: CommitToRead, held: HeldFiles, processes: Processes) 
         with _naming_host(processes):
             held.verify(shards[processes.rank :: processes.world_size])
 
-    processes.together(verify_share)
+    processes.on_all_ranks(verify_share)
     held.trust(shards)
 
 
@@ -118,7 +118,7 @@ def _naming_host(processes: Processes) -> Iterator[None]:
     """Say on which machine a commit cannot be read that rank zero has just verified."""
     try:
         yield
-    except (DamagedResults, Overtaken) as error:
+    except (DamagedResults, CommitSuperseded) as error:
         if processes.is_rank_zero:
             raise
         raise DamagedResults(

@@ -26,15 +26,15 @@ from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.settings import parse_settings
 from pipeline.lifecycle.finished import finished_lines
-from pipeline.lifecycle.mode import check_settings_exist, decide, look
+from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect_results
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.session import create_engine, create_module_transforms
 from pipeline.system.formatting import clipped, table
 from pipeline.tracking.factory import check_installed
 from pipeline.tracking.startup_summary import first_block, step_lines
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
-from pipeline.training.engines.base import BatchLosses, GradientEngine, Wishes
-from pipeline.training.step_plan import Place, StepPlan, Turn, evaluation_places
+from pipeline.training.engines.base import BatchLosses, GradientEngine, StepRequests
+from pipeline.training.step_plan import BatchAssignment, BatchRef, StepPlan, evaluation_refs
 
 EXAMPLE = "example:\n  python -m pipeline check digits --set data_loading.step_min_items=128"
 _SHOWN = 5
@@ -49,29 +49,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     processes = Processes.join()
-    found = look(paths)
+    found = inspect_results(paths)
     check_settings_exist(paths)
     experiment = _examine(paths, Arguments(paths.name, overrides=tuple(arguments.set)), processes.device)
     plan = StepPlan(BatchRunner(experiment, processes, "train", {}).shapes, experiment.settings.step_min_items)
     state = f"{found.progress or 'damaged'}; this checks the settings folder" if found.exists else "not started"
     for line in first_block(paths, processes, experiment, state):
         print(clipped(line))
-    for line in step_lines(len(plan), plan.most_batches, experiment, processes):
+    for line in step_lines(len(plan), plan.max_batches, experiment, processes):
         print(clipped(line))
     if not arguments.no_batches:
         _try_batches(experiment, processes)
-    print("ok: nothing is known that would keep it from training")
+    print("ok: no problems found")
     return 0
 
 
 def check_before_run(arguments: Arguments) -> bool:
     """Check what a run would find, without data, and tell whether there is anything to run."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
-    found = look(paths)
+    found = inspect_results(paths)
     if found.is_finished and arguments.mode != RESET:
         print("\n".join(finished_lines(paths)))
         return False
-    if decide(arguments, paths, found) != RESUME:
+    if choose_action(arguments, paths, found) != RESUME:
         check_settings_exist(paths)
         _examine(paths, arguments, torch.device("cpu"))
     return True
@@ -147,16 +147,16 @@ class _Trial:
         engine.prepare()
         experiment.set_training(True)
         runner = BatchRunner(experiment, self._processes, "train", self._transforms)
-        places = list(_first_places(runner))
+        refs = list(_first_places(runner))
         touched: set[int] = set()
         hooks = [
             parameter.register_post_accumulate_grad_hook(lambda one: touched.add(id(one)))
             for _, parameter in self._trained_parameters()
         ]
-        engine.begin_step(len(places))
+        engine.begin_step(len(refs))
         is_complete = True
-        for position, place in enumerate(places):
-            result = self._try_batch(runner, place, "train", engine, position, is_last=place is places[-1])
+        for position, ref in enumerate(refs):
+            result = self._try_batch(runner, ref, "train", engine, position, is_last=ref is refs[-1])
             is_complete = is_complete and not isinstance(result, Problem)
             yield result
         for hook in hooks:
@@ -182,14 +182,14 @@ class _Trial:
         self._experiment.set_training(False)
         runner = BatchRunner(self._experiment, self._processes, "val", self._transforms)
         with torch.no_grad():
-            for place in _first_places(runner):
-                yield self._try_batch(runner, place, "val")
+            for ref in _first_places(runner):
+                yield self._try_batch(runner, ref, "val")
         runner.close()
 
     def _try_batch(
         self,
         runner: BatchRunner,
-        place: Place,
+        ref: BatchRef,
         split: str,
         engine: GradientEngine | None = None,
         position: int = 0,
@@ -197,26 +197,26 @@ class _Trial:
         is_last: bool = False,
     ) -> _Result | Problem:
         points = runner.points(1)
-        dataset = place.shape.dataset
+        dataset = ref.shape.dataset
         times = [time.perf_counter()]
         means: dict[str, float] = {}
 
         def compute() -> BatchLosses:
-            losses = runner.losses(batch, place, (*points.batch(place).key, "check"))
+            losses = runner.losses(batch, ref, (*points.batch(ref).key, "check"))
             means.update({name: float(loss.detach().double().mean()) for name, loss in losses.items()})
             times.append(time.perf_counter())
             optimised = [loss for name, loss in losses.items() if name in self._optimised]
             sums = [loss.detach().sum(dtype=torch.float64) for loss in optimised]
-            return BatchLosses(optimised, [1 / place.num_items] * len(optimised), sums)
+            return BatchLosses(optimised, [1 / ref.num_items] * len(optimised), sums)
 
         try:
-            batch = next(runner.load([place], points))
+            batch = next(runner.load([ref], points))
             times.append(time.perf_counter())
-            with out_of_memory_explained(batch, place, self._processes.device):
+            with out_of_memory_explained(batch, ref, self._processes.device):
                 if engine is None:
                     compute()
                 else:
-                    engine.backward(Turn(position, place), compute, Wishes() if is_last else None)
+                    engine.backward(BatchAssignment(position, ref), compute, StepRequests() if is_last else None)
                     times.append(time.perf_counter())
         except (Exception, SystemExit) as error:
             where = str(self._experiment.folder / "module_transforms" / f"{dataset}.py")
@@ -225,12 +225,12 @@ class _Trial:
         return _Result(dataset, split, [after - before for before, after in pairwise(times)], means)
 
 
-def _first_places(runner: BatchRunner) -> Iterator[Place]:
+def _first_places(runner: BatchRunner) -> Iterator[BatchRef]:
     seen = set[str]()
-    for place in evaluation_places(runner.shapes):
-        if place.shape.dataset not in seen:
-            seen.add(place.shape.dataset)
-            yield place
+    for ref in evaluation_refs(runner.shapes):
+        if ref.shape.dataset not in seen:
+            seen.add(ref.shape.dataset)
+            yield ref
 
 
 def _odd_losses(experiment: Experiment, result: _Result) -> Iterator[Problem]:

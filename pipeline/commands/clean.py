@@ -1,4 +1,4 @@
-"""Show what could be freed, and free it if told to; never what a resume needs.
+"""Show what could be freed, and free it if asked to; never what a resume needs.
 
 Pools of single epochs can go, output that torchrun kept of ended runs, and of a finished experiment the states of its
 optimizers.
@@ -11,11 +11,11 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.lifecycle.mode import check_results_exist, look
+from pipeline.lifecycle.mode import check_results_exist, inspect_results
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import RunLock, check_free
 from pipeline.store.manifest import Manifest
-from pipeline.store.store import ResultsStore, peek
+from pipeline.store.store import ResultsStore, read_current_manifest
 from pipeline.system.disk import Changes, Disk
 from pipeline.system.files import num_bytes
 from pipeline.system.formatting import shown_bytes
@@ -66,7 +66,7 @@ class _Found:
 
 
 def _find(paths: ExperimentPaths, kept: set[str]) -> _Found:
-    manifest, found = peek(paths) or Manifest(), _Found()
+    manifest, found = read_current_manifest(paths) or Manifest(), _Found()
     for what, files in _removable(paths, manifest, kept).items():
         found.files |= files
         found.sizes[what] = _freed(manifest, found.files) - sum(found.sizes.values())
@@ -81,7 +81,7 @@ def _removable(paths: ExperimentPaths, manifest: Manifest, kept: set[str]) -> di
     pools = sorted({path.split("/")[1] for path in manifest.files if path.startswith(f"{_POOLS}epoch_")} - kept)
     found = {f"pool {pool}": {path for path in manifest.files if path.startswith(f"{_POOLS}{pool}/")} for pool in pools}
     optimizers = {path for path in manifest.files if path.startswith(_OPTIMIZERS)}
-    if look(paths).is_finished and optimizers and "optimizers" not in kept:
+    if inspect_results(paths).is_finished and optimizers and "optimizers" not in kept:
         found["optimizer states"] = optimizers
     return found
 

@@ -15,7 +15,7 @@ from pipeline.lifecycle.mode import check_results_exist
 from pipeline.monitoring.curves import History
 from pipeline.monitoring.experiment_state import state_of
 from pipeline.paths import ExperimentPaths, data_home, results_names
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from pipeline.system.formatting import as_json, flat, shown_value, table
 
 EXAMPLE = "example:\n  python -m pipeline compare digits variant --csv > both.csv"
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _values(paths: ExperimentPaths) -> Facts:
     """Return where an experiment stands, and each register at its best epoch and at the last one."""
-    manifest = peek(paths)
+    manifest = read_current_manifest(paths)
     best = (manifest.run_state.get("best") if manifest else None) or {"epoch": None, "values": {}}
     facts: Facts = {"state": state_of(paths), "best epoch": best["epoch"]}
     for register, curve in History(paths).epochs("val").items():

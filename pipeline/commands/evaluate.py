@@ -19,7 +19,7 @@ from pipeline.system.formatting import as_json, shown_bytes
 from pipeline.system.logging import start_console
 from pipeline.system.stop_requests import end_with_launcher
 from pipeline.training.predictions import join_predictions
-from pipeline.worker import join_and_act, leave
+from pipeline.worker import exit_now, run_in_group
 
 EXAMPLE = """\
 examples:
@@ -55,9 +55,9 @@ def _shard(word: str) -> tuple[int, int]:
 def execute(arguments: argparse.Namespace) -> int:
     if has_launcher():
         end_with_launcher()
-    code = join_and_act(lambda processes: _act(arguments, processes), wanted_device=arguments.device)
+    code = run_in_group(lambda processes: _act(arguments, processes), wanted_device=arguments.device)
     if has_launcher():
-        leave(code)
+        exit_now(code)
     return code
 
 
@@ -66,7 +66,7 @@ def _act(arguments: argparse.Namespace, processes: Processes) -> None:
     if arguments.merge:
         processes.on_rank_zero(lambda: _conclude(merge([read_shard(file) for file in arguments.merge]), arguments))
         return
-    paths = processes.together(lambda: ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
+    paths = processes.on_all_ranks(lambda: ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
     start_console(paths.name, is_rank_zero=processes.is_rank_zero, stream=sys.stderr)
     outcome, predicted = evaluate(paths, processes, _request(arguments))
     # Predictions may be large: rank zero alone puts them together.

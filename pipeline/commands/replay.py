@@ -23,7 +23,7 @@ from pipeline.store.compare import read_any
 from pipeline.store.generations import Generations
 from pipeline.store.lock import check_free
 from pipeline.store.manifest import Manifest, State, sealed_json
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from pipeline.store.verify import inspect
 from pipeline.tracing.retrace import read_trace, retrace, scratch_home
 
@@ -154,7 +154,7 @@ def _lines(paths: ExperimentPaths, found: dict[str, Any]) -> Iterator[str]:
 
 def _recorded_step(paths: ExperimentPaths, epoch: int, step: int) -> dict[str, str] | None:
     """Return the recorded values of a step to the last bit, from its epoch's files or the running epoch's segments."""
-    manifest = peek(paths)
+    manifest = read_current_manifest(paths)
     if manifest is None:
         return None
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Write a batch script for Slurm that trains until it is finished, and submit it if told to."""
+"""Write a batch script for Slurm that trains until it is finished, and submit it if asked to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes of one start find each other, and nobody who was there before them."""
+"""Rendezvous: a store prefix that is unique to this start, so that stale keys of an earlier one are never read."""
 
 from __future__ import annotations
 

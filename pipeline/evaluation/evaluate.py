@@ -32,7 +32,7 @@ from pipeline.store.weight_pools import (
     ModuleFiles,
     counter_entries,
     epoch_of,
-    hold_together,
+    open_commit_on_all_ranks,
     pool_entries,
     steps_of,
 )
@@ -64,7 +64,7 @@ def evaluate(
     """Return the outcome on every rank, and on rank zero the predictions of all batches."""
     experiment, facts = _restored(paths, processes, request)
     transforms = create_module_transforms(experiment, processes.device)
-    predicting = processes.together(lambda: _predicting(experiment, transforms)) if request.predicts else []
+    predicting = processes.on_all_ranks(lambda: _predicting(experiment, transforms)) if request.predicts else []
     with closing(BatchRunner(experiment, processes, request.split, transforms, evaluates=True)) as runner:
         evaluation = EvaluationPass(experiment, processes, runner, request.shard)
         predictions = Predictions(runner, predicting)
@@ -76,7 +76,7 @@ def evaluate(
     index, count = request.shard
     sums = evaluation.collect()[0][index::count]
     facts |= {
-        "batches": len(evaluation.places),
+        "batches": len(evaluation.refs),
         "items": evaluation.num_items(),
         "predicted": {
             one.dataset: one.num_points * one.point_size for one in runner.shapes if one.dataset in predicting
@@ -93,14 +93,14 @@ def _restored(paths: ExperimentPaths, processes: Processes, request: Request) ->
         return [*(entry for files in weights for entry in files.values()), *counter_entries(manifest).values()]
 
     processes.on_rank_zero(lambda: check_results_exist(paths))
-    with hold_together(paths, processes, needed) as (manifest, held):
+    with open_commit_on_all_ranks(paths, processes, needed) as (manifest, held):
         processes.on_rank_zero(lambda: _check_copy(paths, manifest, request))
         experiment = _assemble(paths, processes, request)
         processes.on_rank_zero(lambda: _check_points(experiment, request.split))
         splits = _same_splits(experiment, processes)
         _warn_of_changes(paths, changed_splits(manifest.fingerprints, splits), processes)
-        processes.together(lambda: _restore(experiment, _weights(paths, manifest, request.pool), held))
-        processes.together(lambda: _restore_counters(experiment, manifest, held))
+        processes.on_all_ranks(lambda: _restore(experiment, _weights(paths, manifest, request.pool), held))
+        processes.on_all_ranks(lambda: _restore_counters(experiment, manifest, held))
     return experiment, _facts(paths, manifest, request, splits)
 
 
@@ -116,11 +116,11 @@ def _check_copy(paths: ExperimentPaths, manifest: Manifest, request: Request) ->
 
 
 def _assemble(paths: ExperimentPaths, processes: Processes, request: Request) -> Experiment:
-    settings = processes.together(lambda: parse_settings(read_contents(paths.results / "settings")))
+    settings = processes.on_all_ranks(lambda: parse_settings(read_contents(paths.results / "settings")))
     if settings.training.uses_deterministic_kernels(processes.device.type):
         set_deterministic()
     mesh, folder, device = mesh_of(processes, settings.training), paths.results / "pymodules", processes.device
-    return processes.together(lambda: assemble_for_evaluation(folder, settings, device, request.split, mesh))
+    return processes.on_all_ranks(lambda: assemble_for_evaluation(folder, settings, device, request.split, mesh))
 
 
 def _check_points(experiment: Experiment, split: str) -> None:

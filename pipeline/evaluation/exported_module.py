@@ -18,7 +18,7 @@ from pipeline.lifecycle.mode import check_results_exist
 from pipeline.paths import ExperimentPaths
 from pipeline.serialization.torch_files import SAFETENSORS, load_weights, safetensors_package
 from pipeline.store.manifest import Entry, Manifest
-from pipeline.store.weight_pools import FROZEN, ModuleFiles, epoch_of, hold_together, pool_entries
+from pipeline.store.weight_pools import FROZEN, ModuleFiles, epoch_of, open_commit_on_all_ranks, pool_entries
 from pipeline.system.disk import Writer
 
 SUFFIXES = (".pt", SAFETENSORS)
@@ -67,7 +67,7 @@ def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, tr
         return [entry for *_, files in chosen(manifest) for entry in files.values()]
 
     check_results_exist(paths)
-    with hold_together(paths, Processes(), needed) as (manifest, held):
+    with open_commit_on_all_ranks(paths, Processes(), needed) as (manifest, held):
         return [
             Exported(name, f"{paths.name}:{origin}", held.state(files), _place(manifest, origin, files))
             for origin, name, files in chosen(manifest)

@@ -30,7 +30,7 @@ from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.settings import Contents, Settings, parse_settings, read_contents, readable_contents
 from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
 from pipeline.system.accelerators import CPU, has_fused_kernels
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 
 # Not SGD: its kernel fails at sparse gradients, and at a momentum that begins later than others.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -82,7 +82,7 @@ def assemble(
     """
     experiment, problems = _assemble(folder, settings, device, mesh, world_size)
     _raise(problems)
-    key_generators(settings.training.seed, "assembled")
+    seed_generators(settings.training.seed, "assembled")
     return experiment
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.errors import PipelineError
 
-MOST_KINDS_OF_INPUT = 64
+MAX_KINDS_OF_INPUT = 64
 
 
 def compile_module(module: nn.Module, name: str) -> None:
@@ -37,7 +37,7 @@ def compile_module(module: nn.Module, name: str) -> None:
     compiled = torch.compile(  # type: ignore[call-overload]  # its types lag behind its arguments
         forward,
         dynamic=False,
-        recompile_limit=MOST_KINDS_OF_INPUT,
+        recompile_limit=MAX_KINDS_OF_INPUT,
         isolate_recompiles=True,
         options={"deterministic": True},
     )
@@ -53,7 +53,7 @@ def compile_module(module: nn.Module, name: str) -> None:
 
 def _too_many(name: str) -> str:
     return (
-        f"modules/{name}.py: a module that is compiled must meet at most {MOST_KINDS_OF_INPUT} kinds of input (shapes, "
+        f"modules/{name}.py: a module that is compiled must meet at most {MAX_KINDS_OF_INPUT} kinds of input (shapes, "
         "types, training or evaluation), but met another: each is compiled on its own, so that a resume is exact.\n"
         "  fix: bring its inputs to few shapes, or set compile to False. TORCH_LOGS=recompiles shows what differs."
     )

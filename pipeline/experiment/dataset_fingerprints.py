@@ -11,7 +11,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, PipelineError, Problem
 from pipeline.experiment.assembly import Experiment
 from pipeline.serialization.fingerprint import fingerprint
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 
 Fingerprints = dict[str, dict[str, Any]]
 
@@ -23,7 +23,7 @@ def fingerprint_datasets(experiment: Experiment) -> Fingerprints:
 
 def fingerprint_everywhere(experiment: Experiment, processes: Processes) -> Fingerprints:
     """Return what rank zero sees, once all processes see the same."""
-    found = processes.gather(processes.together(lambda: fingerprint_datasets(experiment)))
+    found = processes.gather(processes.on_all_ranks(lambda: fingerprint_datasets(experiment)))
     for rank, other in enumerate(found):
         changed = list(_changed_datasets(found[0], other))
         if changed:
@@ -78,7 +78,7 @@ def _content(experiment: Experiment, name: str, dataset: Any, indices: np.ndarra
     chosen = indices[np.unique(np.linspace(0, len(indices) - 1, min(limit, len(indices))).astype(int))]
     found = []
     for index in chosen.tolist():
-        key_generators(experiment.settings.training.seed, "fingerprint", name, index)
+        seed_generators(experiment.settings.training.seed, "fingerprint", name, index)
         found.append(fingerprint(dataset[index]))
     return found
 

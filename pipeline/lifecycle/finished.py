@@ -8,12 +8,12 @@ from pipeline.arguments import command_line, verb_line
 from pipeline.errors import DamagedResults
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import RunLock
-from pipeline.store.store import ResultsStore, is_settled, peek
+from pipeline.store.store import ResultsStore, is_settled, read_current_manifest
 from pipeline.system.disk import Disk
 from pipeline.system.formatting import shown_values
 
 
-def settle(
+def finish_pending(
     paths: ExperimentPaths, disk: Disk, is_needed: Callable[[str], bool], publish: Callable[[int], None]
 ) -> None:
     """Do what follows the last commit, if anything is left to do; its epoch may be unpublished."""
@@ -33,7 +33,7 @@ def settle(
 
 def finished_lines(paths: ExperimentPaths) -> Iterator[str]:
     """Yield when an experiment finished, its best value, and how to go on from it."""
-    manifest = peek(paths)
+    manifest = read_current_manifest(paths)
     state = manifest.run_state if manifest else {}
     best = state.get("best")
     value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""

@@ -70,4 +70,4 @@ def refuse_edited_copy(results: Path, digests: dict[str, str], *, is_accepted: b
         fix = "restore it, or go on with --accept-edited-copy"
         raise InvalidExperiment([Problem(str(results / name), "the frozen copy was edited", fix) for name in edited])
     for name in edited:
-        LOGGER.warning("Going on with the edited copy of %s, as asked.", name)
+        LOGGER.warning("Continuing with the edited copy of %s, as requested.", name)

@@ -27,7 +27,7 @@ class Situation:
         return self.progress is not None and self.progress.is_finished
 
 
-def look(paths: ExperimentPaths) -> Situation:
+def inspect_results(paths: ExperimentPaths) -> Situation:
     """Look at the results without touching them, and refuse places that are not safe to use."""
     _refuse_links(paths.home / "experiment_results", paths.name)
     _refuse_groups(paths)
@@ -38,7 +38,7 @@ def look(paths: ExperimentPaths) -> Situation:
     return Situation(has_commits or paths.state_file.exists())
 
 
-def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> str:
+def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> str:
     """Return START, RESUME or RESET, or refuse; a finished experiment never comes here without RESET."""
     check_free(paths)
     if arguments.mode == RESET:
@@ -64,7 +64,7 @@ def decide(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> st
 
 def check_results_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment that never committed anything, naming those that did."""
-    if not look(paths).exists:
+    if not inspect_results(paths).exists:
         raise unknown_experiment(paths, results_names(paths.home), "results of")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError, StateConflict, UsageError
-from pipeline.lifecycle.mode import OWN_NAMES, look
+from pipeline.lifecycle.mode import OWN_NAMES, inspect_results
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import RunLock
 from pipeline.system.disk import Disk
@@ -65,7 +65,7 @@ def open_fresh(paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:
     finish_reset(paths, disk)
     disk.make_folder(paths.results)
     lock.acquire()
-    if look(paths).exists:
+    if inspect_results(paths).exists:
         raise StateConflict(f"Experiment {paths.name!r} was just started by someone else.")
     for name in sorted(OWN_NAMES - {paths.lock_file.name, paths.temp_data.name}):
         if os.path.lexists(paths.results / name):

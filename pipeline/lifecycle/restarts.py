@@ -1,4 +1,4 @@
-"""A restart by torchrun, told from a start by someone: the same torchruns, and processes that are new."""
+"""Distinguishes a restart by torchrun (same torchrun, new processes) from a start by a person."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.serialization.npz_files import columns_of
 from pipeline.store.generations import HIDDEN, Generations
 from pipeline.store.manifest import Manifest
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from pipeline.system.files import read_regular
 
 _NUM_TRIES = 5
@@ -72,11 +72,11 @@ class History:
     def _ask(self, answer: Callable[[dict[str, Path], Manifest | None], Answer]) -> Answer:
         """Answer from the current commit; a live run may drop its files meanwhile, then from the next."""
         for number in range(_NUM_TRIES):
-            manifest = peek(self._paths)
+            manifest = read_current_manifest(self._paths)
             try:
                 return answer(_files(self._paths, manifest), manifest)
             except (OSError, UnreadableFile):
-                if number == _NUM_TRIES - 1 or peek(self._paths) == manifest:
+                if number == _NUM_TRIES - 1 or read_current_manifest(self._paths) == manifest:
                     raise
         raise AssertionError("the last try returns or raises")
 

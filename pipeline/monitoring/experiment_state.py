@@ -1,8 +1,8 @@
-"""The state of an experiment as a whole, told from outside without touching it."""
+"""The state of an experiment as a whole, read from outside without touching it."""
 
 from __future__ import annotations
 
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.monitoring.launch_record import has_opened, launch_facts
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import shows_life
@@ -15,7 +15,7 @@ LIVE = (RUNNING, STARTING, WAITING)
 
 def state_of(paths: ExperimentPaths) -> str:
     """Return one of finished, running, starting, waiting, unfinished, new."""
-    situation = look(paths)
+    situation = inspect_results(paths)
     if situation.is_finished:
         return FINISHED
     if shows_life(paths):
@@ -29,4 +29,4 @@ def state_of(paths: ExperimentPaths) -> str:
 
 
 def _is_finished(paths: ExperimentPaths, name: str) -> bool:
-    return look(paths.other(name)).is_finished
+    return inspect_results(paths.other(name)).is_finished

@@ -38,7 +38,7 @@ class Journal:
                 os.close(file)
         except OSError as error:
             if not self._has_warned:
-                LOGGER.warning("The journal cannot be written: %s. Training goes on.", error)
+                LOGGER.warning("The journal cannot be written: %s. Training continues.", error)
             self._has_warned = True
 
 

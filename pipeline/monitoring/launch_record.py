@@ -37,7 +37,7 @@ def _record(paths: ExperimentPaths, who: dict[str, Any], after: str | None) -> N
 
 
 def has_opened(paths: ExperimentPaths, launch: dict[str, Any]) -> bool:
-    """Tell whether a launch has come to its run, so that its process has no more to do than to leave."""
+    """Return whether the launched process has recorded a start."""
     return _last_start(paths) not in (None, launch.get("last_start"))
 
 

@@ -1,4 +1,4 @@
-"""All that can be told of an experiment from outside, without touching it and without torch."""
+"""All that can be known of an experiment from outside, without touching it and without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UnreadableFile
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.lifecycle.starts import read_starts
 from pipeline.monitoring.curves import History
 from pipeline.monitoring.experiment_state import LIVE, RUNNING, UNFINISHED, state_of
@@ -22,7 +22,7 @@ from pipeline.system.formatting import as_json
 
 def describe(paths: ExperimentPaths) -> dict[str, Any]:
     """Return what is known of one experiment: the committed state tells, the status file adds."""
-    situation, state = look(paths), state_of(paths)
+    situation, state = inspect_results(paths), state_of(paths)
     status = read_status(paths.status_file) if situation.exists else {}
     is_running = state == RUNNING
     return {

@@ -13,7 +13,7 @@ from pipeline.store.lock import shows_life
 
 FINISHED, STOPPED, FAILED, KILLED, RUNNING, UNKNOWN = "finished", "stopped", "failed", "killed", "running", "unknown"
 Event = dict[str, Any]
-_MOST_CHARACTERS = 20_000
+_MAX_CHARACTERS = 20_000
 
 
 def outcomes(paths: ExperimentPaths) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def _outcome(events: list[Event], is_live: bool) -> dict[str, Any]:
     ends = _ends(events)
     # Whoever failed first has written first: the others only missed it.
     failures = [event for event in events if event.get("error")]
-    errors = [{"rank": event.get("rank"), "error": str(event["error"])[:_MOST_CHARACTERS]} for event in failures]
+    errors = [{"rank": event.get("rank"), "error": str(event["error"])[:_MAX_CHARACTERS]} for event in failures]
     if ends:
         reason = ends[0].get("reason")
         return {"outcome": str(ends[0].get("outcome")), "reason": str(reason) if reason else None, "errors": errors}

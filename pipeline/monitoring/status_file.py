@@ -33,7 +33,7 @@ class StatusFile:
             replace_text(self._path, content)
         except OSError as error:
             if not self._has_warned:
-                LOGGER.warning("The status file cannot be written: %s. Training goes on.", error)
+                LOGGER.warning("The status file cannot be written: %s. Training continues.", error)
             self._has_warned = True
 
 

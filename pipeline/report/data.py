@@ -6,28 +6,28 @@ import json
 import math
 from typing import Any
 
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.monitoring.curves import Curve, History, Steps
 from pipeline.monitoring.journal import EPOCH, read_journal
 from pipeline.monitoring.start_outcomes import FAILED, FINISHED, KILLED, RUNNING, UNKNOWN, outcomes, place
 from pipeline.monitoring.status_file import read_status
 from pipeline.paths import ExperimentPaths
 from pipeline.report.lineage import lineage
-from pipeline.report.series import MOST_POINTS, series, shortened
+from pipeline.report.series import MAX_POINTS, series, shortened
 from pipeline.store.lock import read_owner
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from pipeline.system.files import read_regular
 from pipeline.system.formatting import flat
 
-_MOST_SERIES = 20
+_MAX_SERIES = 20
 _FEWEST_POINTS = 100
 _SHOWN_OF_EACH = ("world_size", "backend", "host")
 _SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 
 
-def tell(paths: ExperimentPaths, most_points: int = MOST_POINTS) -> dict[str, Any]:
-    """Return the story of one experiment; ``most_points`` limits each of its series."""
-    manifest, starts, settings = peek(paths), outcomes(paths), _settings(paths)
+def collect(paths: ExperimentPaths, max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """Return the story of one experiment; ``max_points`` limits each of its series."""
+    manifest, starts, settings = read_current_manifest(paths), outcomes(paths), _settings(paths)
     steps = History(paths).steps()
     run_state = manifest.run_state if manifest else {}
     return {
@@ -35,8 +35,8 @@ def tell(paths: ExperimentPaths, most_points: int = MOST_POINTS) -> dict[str, An
         **_state(paths, starts),
         "best": run_state.get("best") or None,
         "registers": _registers(settings),
-        "curves": _curves(paths, steps, most_points),
-        "skipped": _skipped(steps, most_points),
+        "curves": _curves(paths, steps, max_points),
+        "skipped": _skipped(steps, max_points),
         "starts": _placed(starts, _num_steps(steps)),
         "lineage": lineage(paths),
         "settings": dict(flat(settings)),
@@ -46,7 +46,7 @@ def tell(paths: ExperimentPaths, most_points: int = MOST_POINTS) -> dict[str, An
 
 def _state(paths: ExperimentPaths, starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return whether a run is alive or how the last one ended, and where the experiment stands."""
-    progress = look(paths).progress
+    progress = inspect_results(paths).progress
     outcome = starts[-1]["outcome"] if starts else UNKNOWN
     state = FINISHED if progress and progress.is_finished else outcome
     return {
@@ -63,7 +63,7 @@ def _now(paths: ExperimentPaths) -> dict[str, Any]:
     return {"at": place(status.get("progress")), "eta": shortened(status.get("eta")), "owner": read_owner(paths)}
 
 
-def _curves(paths: ExperimentPaths, steps: Steps, most_points: int) -> dict[str, Any]:
+def _curves(paths: ExperimentPaths, steps: Steps, max_points: int) -> dict[str, Any]:
     history = History(paths)
     groups = {
         "train": history.epochs("train"),
@@ -74,9 +74,9 @@ def _curves(paths: ExperimentPaths, steps: Steps, most_points: int) -> dict[str,
         "loss_weights": history.loss_weights(),
         **_paces(paths, _num_steps(steps)),
     }
-    most_points = max(_FEWEST_POINTS, most_points * _MOST_SERIES // max(_MOST_SERIES, sum(map(len, groups.values()))))
+    max_points = max(_FEWEST_POINTS, max_points * _MAX_SERIES // max(_MAX_SERIES, sum(map(len, groups.values()))))
     return {
-        kind: {name: series(curve, most_points) for name, curve in curves.items()} for kind, curves in groups.items()
+        kind: {name: series(curve, max_points) for name, curve in curves.items()} for kind, curves in groups.items()
     }
 
 
@@ -122,8 +122,8 @@ def _num_steps(steps: Steps) -> int:
     return round(1 / first) if first and first <= 1 else 0
 
 
-def _skipped(steps: Steps, most_points: int) -> dict[str, Any]:
-    every = math.ceil(len(steps.skipped) / most_points) or 1
+def _skipped(steps: Steps, max_points: int) -> dict[str, Any]:
+    every = math.ceil(len(steps.skipped) / max_points) or 1
     return {"count": len(steps.skipped), "epochs": [shortened(epoch) for epoch in steps.skipped[::every]]}
 
 

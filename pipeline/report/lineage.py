@@ -11,13 +11,13 @@ from pipeline.errors import UsageError
 from pipeline.paths import ExperimentPaths
 from pipeline.system.files import read_regular
 
-_MOST_EXPERIMENTS = 50
+_MAX_EXPERIMENTS = 50
 
 
 def lineage(paths: ExperimentPaths) -> list[dict[str, str]]:
     """Return where modules took their weights from, for the experiment and for those it builds on."""
     found, waiting, seen = [], [paths.name], {paths.name}
-    while waiting and len(seen) <= _MOST_EXPERIMENTS:
+    while waiting and len(seen) <= _MAX_EXPERIMENTS:
         name = waiting.pop(0)
         links = list(_links(paths, name))
         found += links

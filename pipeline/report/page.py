@@ -14,8 +14,8 @@ from typing import Any
 
 import pipeline
 from pipeline.paths import ExperimentPaths
-from pipeline.report.data import tell
-from pipeline.report.series import MOST_POINTS
+from pipeline.report.data import collect
+from pipeline.report.series import MAX_POINTS
 from pipeline.system.files import replace_text
 from pipeline.system.formatting import as_json
 from pipeline.system.logging import LOGGER
@@ -25,7 +25,7 @@ _SCRIPTS = ("scales", "elements", "pointing", "chart", "curves", "tables", "page
 
 def write_report(target: Path, experiments: Sequence[ExperimentPaths]) -> int:
     """Write one page about all these experiments, whole or not at all, and return its size."""
-    text = page([tell(paths, MOST_POINTS // len(experiments)) for paths in experiments])
+    text = page([collect(paths, MAX_POINTS // len(experiments)) for paths in experiments])
     replace_text(target, text)
     return len(text.encode())
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from pipeline.monitoring.curves import Curve
 
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 
 
-def series(curve: Curve, most_points: int = MOST_POINTS) -> dict[str, list[float | None]]:
+def series(curve: Curve, max_points: int = MAX_POINTS) -> dict[str, list[float | None]]:
     """Return a curve as JSON can hold it; a gap is null, a long curve keeps the extremes of each stretch."""
-    kept = curve if len(curve.values) <= most_points else _thinned(curve, max(1, most_points // 2 - 1))
+    kept = curve if len(curve.values) <= max_points else _thinned(curve, max(1, max_points // 2 - 1))
     return {"x": [shortened(epoch) for epoch in kept.epochs], "y": [shortened(value) for value in kept.values]}
 
 

@@ -49,7 +49,9 @@ def _name(keys: Keys) -> str:
 
 def _check_names(folder: Path, tensors: Mapping[Keys, torch.Tensor]) -> None:
     if len({_name(keys) for keys in tensors}) < len(tensors):
-        raise PipelineError(f"The keys of the state of {folder.name} must tell its tensors apart, but do not.")
+        raise PipelineError(
+            f"The keys of the state of {folder.name} must be different for each of its tensors, but two are equal."
+        )
 
 
 def _write_pieces(folder: Path, tensors: Mapping[Keys, torch.Tensor], processes: Processes) -> Metadata:

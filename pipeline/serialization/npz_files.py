@@ -92,7 +92,7 @@ def _check_frame(file: BinaryIO, size: int) -> None:
     if start.startswith(_PICKLE_START):
         raise ValueError("it has torch's old format; load it once with torch and save it again with torch.save")
     if start != _ZIP_START:
-        raise ValueError("it is no such file")
+        raise ValueError("it is not such a file")
     if not _is_framed(file, size):
         raise ValueError("it is cut off, or something is hidden before or behind its end")
 
@@ -127,7 +127,7 @@ def _check_entries(entries: list[zipfile.ZipInfo], size: int) -> None:
 def _check_entry(entry: zipfile.ZipInfo) -> None:
     mode = entry.external_attr >> 16
     if stat.S_IFMT(mode) not in (0, stat.S_IFREG) or not is_entry_name(entry.filename):
-        raise ValueError(f"its entry {entry.filename!r} is no plain file inside it")
+        raise ValueError(f"its entry {entry.filename!r} is not a plain file inside it")
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
         raise ValueError(f"its entry {entry.filename!r} is compressed and could unfold to any size")
 

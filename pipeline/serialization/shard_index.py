@@ -18,7 +18,7 @@ import torch
 from pipeline.serialization.npz_files import is_entry_name
 
 FORMAT = 1
-_MOST_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 Keys = tuple[str | int, ...]
 
@@ -80,12 +80,12 @@ def _tensor(entry: dict[str, Any]) -> StoredTensor:
     )
     path = tuple(entry["path"])
     if not path or any(type(key) not in (str, int) for key in path) or entry["dtype"] not in _DTYPES:
-        raise ValueError("its index describes something that is no tensor")
+        raise ValueError("its index describes something that is not a tensor")
     return StoredTensor(path, _DTYPES[entry["dtype"]], _lengths(entry["shape"]), pieces)
 
 
 def _lengths(value: list[Any]) -> tuple[int, ...]:
-    if len(value) > _MOST_DIMENSIONS or any(type(one) is not int or one < 0 for one in value):
+    if len(value) > _MAX_DIMENSIONS or any(type(one) is not int or one < 0 for one in value):
         raise ValueError("its index has a tensor without a proper shape or place")
     return tuple(value)
 

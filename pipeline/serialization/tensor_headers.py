@@ -8,8 +8,8 @@ import struct
 from typing import Any, BinaryIO
 
 _LENGTH = struct.Struct("<Q")
-_MOST_HEADER_BYTES = 100_000_000
-_MOST_DIMENSIONS = 64
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64
 _METADATA = "__metadata__"
 _ITEM_BYTES = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 8),
@@ -26,7 +26,7 @@ def check_header(file: BinaryIO, size: int) -> None:
         raise ValueError("it is cut off")
     (length,) = _LENGTH.unpack(start)
     num_bytes = size - _LENGTH.size - length
-    if length > _MOST_HEADER_BYTES or num_bytes < 0:
+    if length > _MAX_HEADER_BYTES or num_bytes < 0:
         raise ValueError(f"its header claims {length} bytes, and the whole file has {size}")
     header = _parse(file.read(length))
     header.pop(_METADATA, None)
@@ -43,9 +43,9 @@ def _parse(content: bytes) -> dict[str, Any]:
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_doubles)
     except (RecursionError, ValueError) as error:
-        raise ValueError("its header is no JSON that makes sense") from error
+        raise ValueError("its header is not valid JSON") from error
     if not isinstance(header, dict):
-        raise ValueError("its header is no list of tensors")
+        raise ValueError("its header is not a list of tensors")
     return header
 
 
@@ -62,7 +62,7 @@ def _extent(name: str, entry: Any) -> tuple[int, int]:
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in _ITEM_BYTES:
         raise ValueError(f"tensor {name!r} has the unknown type {entry['dtype']!r}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not (_are_lengths(shape) and _are_lengths(offsets)) or len(offsets) != 2 or len(shape) > _MOST_DIMENSIONS:
+    if not (_are_lengths(shape) and _are_lengths(offsets)) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has no proper shape or place")
     if math.prod(shape) * _ITEM_BYTES[entry["dtype"]] != offsets[1] - offsets[0]:
         raise ValueError(f"tensor {name!r} of shape {shape} cannot have {offsets[1] - offsets[0]} bytes")

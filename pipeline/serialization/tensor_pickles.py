@@ -44,8 +44,8 @@ _NUMBERS_AND_TEXTS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINU
 _FRESH: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _MADE = {"EMPTY_LIST": "list", "EMPTY_DICT": "dict", "EMPTY_SET": "set"}
 # A tensor may repeat the elements of its storage, but not so often that using it fills the memory.
-_MOST_REPEATED = 1 << 20
-_MOST_DIMENSIONS = 64
+_MAX_REPEATED = 1 << 20
+_MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -220,13 +220,13 @@ def _check_tensor(num_bytes: int, item_bytes: int, offset: Any, geometry: tuple[
     """Refuse a tensor that reaches beyond its storage, or repeats it beyond all sense."""
     size, stride = geometry
     is_known = all(_are_lengths(one) for one in (size, stride, (offset,)))
-    if not is_known or len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
+    if not is_known or len(size) != len(stride) or len(size) > _MAX_DIMENSIONS:
         raise ValueError("it has a tensor without a proper size or stride")
     num_items = math.prod(size)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if num_items and (last + 1) * item_bytes > num_bytes:
         raise ValueError(f"a tensor of shape {size} does not fit its storage of {num_bytes} bytes")
-    if num_items > max(num_bytes // item_bytes, _MOST_REPEATED):
+    if num_items > max(num_bytes // item_bytes, _MAX_REPEATED):
         raise ValueError(f"a tensor of shape {size} repeats its storage of {num_bytes} bytes too often")
 
 

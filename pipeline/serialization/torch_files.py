@@ -61,7 +61,7 @@ def _check_tensors(archive: zipfile.ZipFile) -> None:
     folder = names[0].split("/")[0]
     prefix = f"{folder}/data/"
     if [name for name in names if name.lower() == f"{folder}/data.pkl".lower()] != [f"{folder}/data.pkl"]:
-        raise ValueError("it is no such file")
+        raise ValueError("it is not such a file")
     sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
     storages = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
     check_pickle(archive.read(f"{folder}/data.pkl"), storages)

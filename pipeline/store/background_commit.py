@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.progress import Progress
 from pipeline.store.store import ResultsStore
-from pipeline.system.disk import Changes, behind
+from pipeline.system.disk import Changes, low_priority_executor
 
 
 class Commits:
@@ -20,7 +20,7 @@ class Commits:
 
     def __init__(self, store: ResultsStore, *, in_background: bool) -> None:
         self._store = store
-        self._executor = behind("commit") if in_background else None
+        self._executor = low_priority_executor("commit") if in_background else None
         self._pending: Future[None] | None = None
         self._rest: Callable[[], None] = _nothing
         self._then: Callable[[], None] = _nothing

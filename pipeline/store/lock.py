@@ -113,7 +113,7 @@ class RunLock:
                     "  fix: remove it if no run is alive."
                 ) from error
             LOGGER.warning(
-                "The file system of %s has no locks (%s); a second run is noticed by its signs of life alone.",
+                "The file system of %s has no locks (%s); a second run is detected by its heartbeat only.",
                 self._paths.results,
                 error,
             )
@@ -188,7 +188,7 @@ def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
     if not owner:
         return False
     LOGGER.warning(
-        "An earlier run on host %s has not said goodbye; watching for signs of life.", owner.get("host", "?")
+        "A previous run on host %s left no exit record; waiting up to 15 s for its heartbeat.", owner.get("host", "?")
     )
     return _is_beating(folder / _BEAT_FILE)
 

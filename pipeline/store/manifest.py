@@ -41,7 +41,7 @@ class Entry:
         stored, size, sha256 = value
         entry = cls(stored, Digest(size, sha256))
         if not is_inside(stored) or entry.generation < 1 or type(size) is not int or type(sha256) is not str:
-            raise ValueError(f"{value} is no committed file")
+            raise ValueError(f"{value} is not a committed file")
         return entry
 
 
@@ -143,7 +143,7 @@ class SealedList:
 def _number(value: Any) -> int:
     """Return the number of a generation; they are counted from 1."""
     if type(value) is not int or not 1 <= value < 1 << 53:
-        raise ValueError(f"{value!r} is no number of a commit")
+        raise ValueError(f"{value!r} is not the number of a commit")
     return value
 
 

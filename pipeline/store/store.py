@@ -43,11 +43,11 @@ class ResultsStore:
         self._next = 1
         self._has_damaged_commit = False
 
-    def initialise(self, copies: dict[str, str], sources: dict[str, str]) -> None:
+    def set_digests(self, copies: dict[str, str], sources: dict[str, str]) -> None:
         """Take note of the digests of the frozen copy and of what it was copied from; every commit carries them."""
         self.current = replace(self.current, copies=copies, sources=sources)
 
-    def know_datasets(self, fingerprints: dict[str, Any]) -> None:
+    def set_fingerprints(self, fingerprints: dict[str, Any]) -> None:
         """Take note of what the datasets look like; every commit carries it."""
         self.current = replace(self.current, fingerprints=fingerprints)
 
@@ -252,7 +252,7 @@ class ResultsStore:
         self.current, self._older = manifest, self._generations.older(manifest)
         has_whole_chain = self._generations.has_whole_chain(manifest)
         if not has_whole_chain:
-            LOGGER.error("A list of older records is damaged; they stay where they are, but are not looked after.")
+            LOGGER.error("The index of older records is damaged; the files are kept, but no longer verified.")
         if named is None and not damage:
             self._replace_state(manifest)
             named = manifest.generation
@@ -288,7 +288,7 @@ class ResultsStore:
         return self._generations.needed(self.current, is_needed)
 
 
-def peek(paths: ExperimentPaths) -> Manifest | None:
+def read_current_manifest(paths: ExperimentPaths) -> Manifest | None:
     """Return the current manifest, changing nothing; None if it cannot be read."""
     generations = Generations(paths)
     named = generations.named()
@@ -297,7 +297,7 @@ def peek(paths: ExperimentPaths) -> Manifest | None:
 
 def is_settled(paths: ExperimentPaths) -> bool:
     """Tell, changing nothing, whether all that follows a commit has been done as well."""
-    manifest, generations = peek(paths), Generations(paths)
+    manifest, generations = read_current_manifest(paths), Generations(paths)
     has_leftovers = paths.temp_data.is_dir() and any(paths.temp_data.iterdir())
     if manifest is None or has_leftovers:
         return False

@@ -16,7 +16,7 @@ from pipeline.serialization.sharded_files import Target, load_shards, whole
 from pipeline.serialization.torch_files import load_tensors
 from pipeline.store.generations import Generations, matches
 from pipeline.store.manifest import Entry, Manifest
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from pipeline.system.disk import Digest
 from pipeline.system.files import regular_size
 
@@ -28,14 +28,14 @@ _ATTEMPTS = 20
 ModuleFiles = dict[str, Entry]
 
 
-class Overtaken(PipelineError):
+class CommitSuperseded(PipelineError):
     """A newer commit has taken away a file before it was opened; to be tried again with that commit."""
 
 
 def newest_commit(paths: ExperimentPaths) -> Manifest:
     """Return the manifest of the current commit, of a running experiment too."""
     for _ in range(_ATTEMPTS):
-        if (manifest := peek(paths)) is not None:
+        if (manifest := read_current_manifest(paths)) is not None:
             return manifest
     raise DamagedResults(
         f"The current commit of {paths.name!r} cannot be read.\n  fix: python -m pipeline fsck {paths.name}"
@@ -85,17 +85,17 @@ def counter_entries(manifest: Manifest) -> dict[str, Entry]:
 
 
 @contextmanager
-def hold_together(
+def open_commit_on_all_ranks(
     paths: ExperimentPaths, processes: Processes, choose: Callable[[Manifest], Iterable[Entry]]
 ) -> Iterator[tuple[Manifest, HeldFiles]]:
     """Hold the chosen files of one and the same commit open on every process."""
 
     def hold() -> tuple[Manifest, HeldFiles]:
         manifest = processes.on_rank_zero(lambda: newest_commit(paths))
-        return manifest, processes.together(lambda: HeldFiles(paths, manifest, choose(manifest)))
+        return manifest, processes.on_all_ranks(lambda: HeldFiles(paths, manifest, choose(manifest)))
 
     for _ in range(_ATTEMPTS - 1):
-        with suppress(Overtaken):
+        with suppress(CommitSuperseded):
             manifest, held = hold()
             break
     else:
@@ -146,7 +146,7 @@ class HeldFiles:
                     "  fix: restore access, or raise the limit of open files (ulimit -n)."
                 ) from error
             if isinstance(error, FileNotFoundError) and named != self._manifest.generation:
-                raise Overtaken(f"{path} was replaced by a newer commit again and again; try again.") from error
+                raise CommitSuperseded(f"{path} was replaced by a newer commit again and again; try again.") from error
             raise self._damage(path, error.strerror or str(error)) from error
 
     def state(self, files: ModuleFiles, target: Target = whole) -> Any:

@@ -33,7 +33,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SECONDS_BETWEEN_ATTEMPTS = 0.001
 
 
-def behind(name: str) -> ThreadPoolExecutor:
+def low_priority_executor(name: str) -> ThreadPoolExecutor:
     """Return a thread for work behind the training, which gives way to it where there are not enough cores."""
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_give_way)
 
@@ -266,7 +266,7 @@ def _begin_storing(descriptor: int, offset: int, count: int) -> None:
         _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _BEGIN_STORING)
 
 
-_DIGESTING = behind("digest")
+_DIGESTING = low_priority_executor("digest")
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.errors import PipelineError, StateConflict, UsageError
 from pipeline.system.disk import Writer
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 def regular_size(path: Path) -> int:
@@ -25,10 +25,10 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return what a regular file holds, or raise OSError if it is something else or too large."""
-    if regular_size(path) > most_bytes:
-        raise OSError(errno.EFBIG, f"Larger than {most_bytes} bytes", str(path))
+    if regular_size(path) > max_bytes:
+        raise OSError(errno.EFBIG, f"Larger than {max_bytes} bytes", str(path))
     return path.read_bytes()
 
 

@@ -33,7 +33,7 @@ def start_file(experiment: str, path: Path) -> None:
             raise OSError(errno.EINVAL, "Is a pipe", str(path))
         _add(logging.FileHandler(path, encoding="utf-8"), experiment)
     except OSError as error:
-        LOGGER.warning("No log file: %s. Training goes on without it.", error)
+        LOGGER.warning("No log file: %s. Training continues without it.", error)
 
 
 def stop_logging() -> None:

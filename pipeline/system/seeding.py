@@ -17,7 +17,7 @@ import torch
 from pipeline.system.accelerators import seed_accelerator
 
 
-def key_generators(*key: Hashable) -> None:
+def seed_generators(*key: Hashable) -> None:
     """Set the global generators of python, numpy and torch to the state that belongs to ``key``."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
     torch_seed = int.from_bytes(digest[:8], "little") >> 1

@@ -21,7 +21,7 @@ _SECONDS_AN_ANSWER_HOLDS = 4
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobState:
     """What Slurm says of a job that is waiting or running."""
 
     state: str
@@ -51,7 +51,7 @@ def own_jobs() -> set[str]:
     return {os.environ.get("SLURM_JOB_ID", ""), f"{array}_{task}"}
 
 
-def standing(job: object) -> Standing | None:
+def standing(job: object) -> JobState | None:
     """Return how a job stands; None if it is over, or if Slurm cannot be asked."""
     if not isinstance(job, str) or not _JOB.fullmatch(job):
         return None
@@ -59,11 +59,11 @@ def standing(job: object) -> Standing | None:
 
 
 @lru_cache(maxsize=256)
-def _asked(job: str, moment: int) -> Standing | None:
+def _asked(job: str, moment: int) -> JobState | None:
     question = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"]
     try:
         done = subprocess.run(question, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     state, _, reason = done.stdout.strip().partition(" ")
-    return Standing(state, reason) if done.returncode == 0 and state else None
+    return JobState(state, reason) if done.returncode == 0 and state else None

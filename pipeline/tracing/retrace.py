@@ -24,22 +24,22 @@ from torch.optim import Optimizer
 from pipeline.arguments import parse_arguments
 from pipeline.paths import ExperimentPaths, results_names
 from pipeline.serialization.fingerprint import fingerprint
-from pipeline.session import Machinery
-from pipeline.training.engines.base import Verdict
-from pipeline.training.step_observer import Witness
-from pipeline.training.step_plan import Place
-from pipeline.worker import attempt, leave
+from pipeline.session import TrainingSession
+from pipeline.training.engines.base import StepOutcome
+from pipeline.training.step_observer import StepObserver
+from pipeline.training.step_plan import BatchRef
+from pipeline.worker import exit_now, run_worker
 
 Step = tuple[int, int]
 _DEEPEST = 3
 _FOREIGN = (nn.Module, Optimizer, Logger, type)
 
 
-class Recorder(Witness):
+class Recorder(StepObserver):
     """Writes down, as JSON lines, what a rank sees; may end the run after a step, or kill it before one."""
 
-    def __init__(self, machinery: Machinery, file: TextIO, plan: dict[str, Any]) -> None:
-        self._m, self._file = machinery, file
+    def __init__(self, session: TrainingSession, file: TextIO, plan: dict[str, Any]) -> None:
+        self._m, self._file = session, file
         self._last, self._kill_before = self._place(plan["last"]), self._place(plan["kill_before"])
         self._looked_at = {self._place(step) for step in plan["look_at"]}
         self._detailed = self._place(plan["detail"])
@@ -70,11 +70,11 @@ class Recorder(Witness):
         if self._last is not None and self._at >= self._last:
             self._m.stop_requests.reason = "the last step to retrace"
 
-    def batch_is_loaded(self, position: int, place: Place, batch: Any) -> None:
+    def batch_is_loaded(self, position: int, ref: BatchRef, batch: Any) -> None:
         if not self._is_seen:
             return
-        planned = self._m.runners[0].points(self._at[0]).batch(place)
-        facts = {"dataset": place.shape.dataset, "points": list(planned.indices), "rank": self._m.processes.rank}
+        planned = self._m.runners[0].points(self._at[0]).batch(ref)
+        facts = {"dataset": ref.shape.dataset, "points": list(planned.indices), "rank": self._m.processes.rank}
         self._write("batch", position=position, digest=fingerprint(batch), **facts)
         if self._at == self._detailed:
             # The module transform may edit the batch in place.
@@ -89,15 +89,15 @@ class Recorder(Witness):
         if self._at == self._detailed:
             self._kept[str(position)]["losses"] = {name: loss.detach().cpu() for name, loss in losses.items()}
 
-    def step_ends(self, verdict: Verdict) -> None:
+    def step_ends(self, outcome: StepOutcome) -> None:
         if not self._is_seen:
             return
         experiment = self._m.experiment
         weighter = experiment.components.loss_weighter
         self._write(
             "step",
-            skipped=verdict.skipped,
-            norms=verdict.norms,
+            skipped=outcome.skipped,
+            norms=outcome.norms,
             rates=experiment.learning_rates(),
             loss_weights={name: float(weighter.get_loss_weight(name)) for name in experiment.settings.register_names},
             modules={name: fingerprint(one.state_dict()) for name, one in experiment.components.all_modules.items()},
@@ -109,8 +109,8 @@ class Recorder(Witness):
 
     def _write(self, kind: str, **facts: Any) -> None:
         epoch, step = self._at
-        place = {"epoch": epoch, "step": step, "rank": self._m.processes.rank}
-        self._file.write(json.dumps({"kind": kind, **place, **facts}) + "\n")
+        ref = {"epoch": epoch, "step": step, "rank": self._m.processes.rank}
+        self._file.write(json.dumps({"kind": kind, **ref, **facts}) + "\n")
 
 
 def _copied(value: Any) -> Any:
@@ -121,14 +121,14 @@ def _copied(value: Any) -> Any:
     return [_copied(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
-def component_states(machinery: Machinery) -> Iterator[tuple[str, str]]:
+def component_states(session: TrainingSession) -> Iterator[tuple[str, str]]:
     """Yield every attribute that an author's own component holds, by the name of its file."""
-    components = machinery.experiment.components
+    components = session.experiment.components
     owners: dict[str, Any] = {f"datasets/{name}.py": one for name, one in components.datasets.items()}
     owners |= {f"data_transforms/{name}.py": one.train for name, one in components.data_transforms.items()}
-    owners |= {f"module_transforms/{name}.py": one for name, one in machinery.module_transforms.items()}
+    owners |= {f"module_transforms/{name}.py": one for name, one in session.module_transforms.items()}
     owners |= {f"data_counters/{name}.py": one.counter for name, one in components.data_counters.items()}
-    owners |= {f"optim_sched/{name}.py": one for name, one in machinery.experiment.schedulers.items()}
+    owners |= {f"optim_sched/{name}.py": one for name, one in session.experiment.schedulers.items()}
     for name in ("loss_weighter", "early_stopper", "checkpoint_saver"):
         owners[f"{name}.py"] = getattr(components, name)
     authored = {file: one for file, one in owners.items() if not type(one).__module__.startswith("pipeline.")}
@@ -237,11 +237,11 @@ def main() -> int:
     rank = os.environ.get("RANK", "0")
     with (Path(plan["folder"]) / f"rank_{rank}.jsonl").open("w") as file:
 
-        def watch(machinery: Machinery) -> None:
-            machinery.training.witness = Recorder(machinery, file, plan)
+        def watch(session: TrainingSession) -> None:
+            session.training.observer = Recorder(session, file, plan)
 
-        return attempt(parse_arguments(words), watch)
+        return run_worker(parse_arguments(words), watch)
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

@@ -18,8 +18,8 @@ from pipeline.system.formatting import flat
 
 RUN_TAG = "training_pipeline.run_id"
 DATABASE = "mlflow.db"
-_MOST_METRICS = 1000
-_MOST_PARAMETERS = 100
+_MAX_METRICS = 1000
+_MAX_PARAMETERS = 100
 _LONGEST_PARAMETER = 500
 # MLflow would wait long for a server that does not answer, and training with it; and it reports its own use elsewhere.
 _VARIABLES = {
@@ -65,7 +65,7 @@ class Mlflow(BaseTracker):
     def _log_settings(self, run_id: str, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        found = islice(flat(settings), _MOST_PARAMETERS)
+        found = islice(flat(settings), _MAX_PARAMETERS)
         self._client.log_batch(
             run_id, params=[Param(_name(key), str(value)[:_LONGEST_PARAMETER]) for key, value in found]
         )
@@ -76,8 +76,8 @@ class Mlflow(BaseTracker):
         new = [point for point in points if point.step > self._last.get(_name(point.tag), -1)]
         now = int(1000 * time.time())
         metrics = [Metric(_name(tag), value, now, step) for tag, step, value in sorted(new, key=lambda one: one.step)]
-        for first in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MOST_METRICS])
+        for first in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MAX_METRICS])
 
     def publish_images(self, images: list[Image]) -> None:
         """Keep images as artifacts; one that is there is replaced by the same."""

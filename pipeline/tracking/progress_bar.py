@@ -50,7 +50,7 @@ class ProgressBar:
             if self._bar is not None:
                 self._bar.disable = True
             self._bar = None
-            LOGGER.warning("The progress bar is gone: %s. Training goes on.", error)
+            LOGGER.warning("The progress bar is gone: %s. Training continues.", error)
 
 
 def _release_lock() -> None:

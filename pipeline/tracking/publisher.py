@@ -67,7 +67,7 @@ class Publisher:
         try:
             self._images.write(epoch, take())
         except OSError as error:
-            LOGGER.warning("Images of epoch %d could not be kept: %s. Training goes on.", epoch, error)
+            LOGGER.warning("Images of epoch %d could not be kept: %s. Training continues.", epoch, error)
 
     def collect(self, epoch: int) -> Batch:
         """Return what is new: the steps of ``epoch`` and the values of epochs that have become complete."""
@@ -105,7 +105,7 @@ class Publisher:
             action()
         except (Exception, SystemExit) as error:
             del self._trackers[name]
-            LOGGER.warning("The tracker %s failed: %s. Training goes on without it.", name, error)
+            LOGGER.warning("The tracker %s failed: %s. Training continues without it.", name, error)
 
     def _finished_epoch(self, epoch: int) -> Iterator[Point]:
         """Yield all points of an epoch whose steps are in the results."""

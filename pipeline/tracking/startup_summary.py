@@ -98,16 +98,16 @@ def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]
         )
 
 
-def step_lines(num_steps: int, most_batches: int, experiment: Experiment, processes: Processes) -> Iterator[str]:
+def step_lines(num_steps: int, max_batches: int, experiment: Experiment, processes: Processes) -> Iterator[str]:
     """Yield how items make up steps, and what would keep every process busy."""
     wanted = experiment.settings.step_min_items
-    yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {most_batches} batches"
+    yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {max_batches} batches"
     yield from _lonely_points(experiment)
-    if most_batches < processes.world_size:
+    if max_batches < processes.world_size:
         batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
         enough = max(batch_items) * (processes.world_size - 1) + 1
         yield (
-            f"{WARNING_MARK}a step has at most {most_batches} batches, so {processes.world_size - most_batches} of "
+            f"{WARNING_MARK}a step has at most {max_batches} batches, so {processes.world_size - max_batches} of "
             f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
         )
 

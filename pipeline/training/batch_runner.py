@@ -14,10 +14,10 @@ from pipeline.distributed.collectives import collectives_refused
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.training.loaders import KeyedDataset, Loader
 from pipeline.training.losses import checked_losses
-from pipeline.training.step_plan import EpochPoints, Place, PlannedBatch, SplitShape
+from pipeline.training.step_plan import BatchRef, EpochPoints, PlannedBatch, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,46 +68,46 @@ class BatchRunner:
         """Tell whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
-    def load(self, places: list[Place], points: EpochPoints) -> Iterator[Any]:
+    def load(self, refs: list[BatchRef], points: EpochPoints) -> Iterator[Any]:
         """Return the batches at ``places``; every dataset has a loader of its own, which may work ahead."""
-        names = dict.fromkeys(place.shape.dataset for place in places)
-        loading = {name: self._loaders[name].load(_planned(places, name, points)) for name in names}
-        return (next(loading[place.shape.dataset]) for place in places)
+        names = dict.fromkeys(ref.shape.dataset for ref in refs)
+        loading = {name: self._loaders[name].load(_planned(refs, name, points)) for name in names}
+        return (next(loading[ref.shape.dataset]) for ref in refs)
 
     def close(self) -> None:
         for loader in self._loaders.values():
             loader.close()
 
-    def losses(self, batch: Any, place: Place, key: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    def losses(self, batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         """Run one batch through the modules; everything random in it follows from ``key``."""
-        dataset = place.shape.dataset
+        dataset = ref.shape.dataset
         registers = self._experiment.components.module_transforms[dataset].loss_registers
-        losses = self._call(self._transforms[dataset], batch, place, key)
+        losses = self._call(self._transforms[dataset], batch, ref, key)
         where = f"module_transforms/{dataset}.py"
-        return checked_losses(losses, registers, place.num_items, where, self._processes.device)
+        return checked_losses(losses, registers, ref.num_items, where, self._processes.device)
 
-    def predictions(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+    def predictions(self, batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> Any:
         """Let the module transform predict for a batch whose losses are known."""
-        return self._call(self._transforms[place.shape.dataset].predict, batch, place, key)
+        return self._call(self._transforms[ref.shape.dataset].predict, batch, ref, key)
 
-    def images(self, batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+    def images(self, batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> Any:
         """Return what the module transform wants to be seen of a batch."""
-        return self._call(self._transforms[place.shape.dataset].images, batch, place, key)
+        return self._call(self._transforms[ref.shape.dataset].images, batch, ref, key)
 
-    def _call(self, method: Callable[..., Any], batch: Any, place: Place, key: tuple[Any, ...]) -> Any:
+    def _call(self, method: Callable[..., Any], batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> Any:
         """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
-        key_generators(*key)
+        seed_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         with contextlib.ExitStack() as around:
             if dtype is not None:
                 around.enter_context(torch.autocast(self._processes.device.type, dtype=dtype))
             if not self._experiment.runs_in_rounds:
-                around.enter_context(collectives_refused(f"module_transforms/{place.shape.dataset}.py"))
+                around.enter_context(collectives_refused(f"module_transforms/{ref.shape.dataset}.py"))
             return method(batch, self._modules)
 
 
-def _planned(places: list[Place], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:
-    return (points.batch(place) for place in places if place.shape.dataset == dataset)
+def _planned(refs: list[BatchRef], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:
+    return (points.batch(ref) for ref in refs if ref.shape.dataset == dataset)
 
 
 _MESSAGES = ("out of memory", "can't allocate memory")
@@ -120,17 +120,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def out_of_memory_explained(batch: Any, place: Place, device: torch.device) -> Iterator[None]:
+def out_of_memory_explained(batch: Any, ref: BatchRef, device: torch.device) -> Iterator[None]:
     """Turn a lack of memory in this block into one sentence that names the batch."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, PipelineError) or not is_out_of_memory(error):
             raise
-        dataset = place.shape.dataset
+        dataset = ref.shape.dataset
         shapes = ", ".join(islice(_shapes(batch), _MAX_TENSORS)) or type(batch).__name__
         raise PipelineError(
-            f"Out of memory on {device} in a batch of dataset {dataset!r} with batch_size {place.shape.batch_size}: "
+            f"Out of memory on {device} in a batch of dataset {dataset!r} with batch_size {ref.shape.batch_size}: "
             f"{shapes}.\n"
             f"  fix: lower batch_size in pymodules/dataloaders/{dataset}.py, which leaves the items of a step as they "
             "are, or set precision to bf16 in settings/training.json; then start again with --reset."

@@ -13,7 +13,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.training.engines.reduction import BatchSums
-from pipeline.training.step_plan import Turn
+from pipeline.training.step_plan import BatchAssignment
 
 _NO_BATCH = 1 << 62
 
@@ -43,10 +43,10 @@ class StepBuffers:
         for rule in self._rules:
             rule.begin_step(num_batches)
 
-    def after_batch(self, turn: Turn) -> None:
+    def after_batch(self, assignment: BatchAssignment) -> None:
         """Set aside what one batch has changed, and go back to the step's start."""
         for rule in self._rules:
-            rule.after_batch(turn)
+            rule.after_batch(assignment)
 
     def end_step(self, *, skipped: bool) -> None:
         """Bring in what the batches of all ranks have changed."""
@@ -88,7 +88,7 @@ class BatchNormStatistics:
         self._start = self._read()
         self._sums.begin(num_batches)
 
-    def after_batch(self, turn: Turn) -> None:
+    def after_batch(self, assignment: BatchAssignment) -> None:
         self._sums.add([now - start for now, start in zip(self._read(), self._start, strict=True)])
         self._write(*self._start)
 
@@ -159,17 +159,19 @@ class OtherBuffers:
             self._versions[index] = tensors[index]._version
         self._changes: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def after_batch(self, turn: Turn) -> None:
+    def after_batch(self, assignment: BatchAssignment) -> None:
         now = self._tensors()
         written = self._written(now)
-        dataset = turn.place.shape.dataset
+        dataset = assignment.ref.shape.dataset
         if dataset not in self._hidden_writes:
             self._hidden_writes[dataset] = self._changed_in_hiding(now, written)
         written |= self._hidden_writes[dataset]
         self._ever_written |= written
         for index in written:
             self._refuse_new_shape(index, now[index])
-            self._changes.setdefault(index, (turn.position, now[index].clone(memory_format=torch.contiguous_format)))
+            self._changes.setdefault(
+                index, (assignment.position, now[index].clone(memory_format=torch.contiguous_format))
+            )
             layer, name = self._places[index]
             layer._buffers[name] = self._start[index].copy_(self._values[index])
             self._versions[index] = self._start[index]._version
@@ -194,7 +196,7 @@ class OtherBuffers:
 
     def end_step(self) -> None:
         own = [self._changes[index][0] if index in self._changes else _NO_BATCH for index in range(len(self._places))]
-        first = self._processes.least(torch.tensor(own)).tolist()
+        first = self._processes.all_reduce_min(torch.tensor(own)).tolist()
         for index, position in enumerate(first):
             if position != _NO_BATCH:
                 self._start[index].copy_(self._shared(index, is_owner=position == own[index]))
@@ -209,7 +211,7 @@ class OtherBuffers:
 
 
 @contextmanager
-def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Leave every buffer and every requires_grad flag as it was, whatever is done to it meanwhile."""
     modules = list(modules)
     flags = GradientFlags({str(index): module for index, module in enumerate(modules)})

@@ -11,19 +11,19 @@ import torch
 from pipeline.checkpoint.records import Records
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
-from pipeline.training.buffers import kept_buffers
-from pipeline.training.losses import LossLedger, total_losses
-from pipeline.training.step_plan import PlannedBatch, Turn, deal_rounds, evaluation_places
+from pipeline.training.buffers import preserved_buffers
+from pipeline.training.losses import LossAccumulator, total_losses
+from pipeline.training.step_plan import BatchAssignment, PlannedBatch, assign_rounds, evaluation_refs
 
 _ROUNDS_BETWEEN_QUESTIONS = 16
 
 
-Observer = Callable[[Turn, PlannedBatch, Any], None]
+Observer = Callable[[BatchAssignment, PlannedBatch, Any], None]
 
 
-def _nobody(turn: Turn, planned: PlannedBatch, batch: Any) -> None:
+def _nobody(assignment: BatchAssignment, planned: PlannedBatch, batch: Any) -> None:
     """Look at nothing."""
 
 
@@ -37,44 +37,44 @@ class EvaluationPass:
         self, experiment: Experiment, processes: Processes, runner: BatchRunner, shard: tuple[int, int] = (0, 1)
     ) -> None:
         self._experiment, self._processes, self._runner = experiment, processes, runner
-        self.places = evaluation_places(runner.shapes)
-        chosen = list(enumerate(self.places))[shard[0] :: shard[1]]
+        self.refs = evaluation_refs(runner.shapes)
+        chosen = list(enumerate(self.refs))[shard[0] :: shard[1]]
         rank, world_size = processes.rank, processes.world_size
-        every_nth = [Turn(*batch) for batch in chosen[rank::world_size]]
-        self._own = deal_rounds(chosen, rank, world_size) if experiment.is_sharded else every_nth
+        every_nth = [BatchAssignment(*batch) for batch in chosen[rank::world_size]]
+        self._own = assign_rounds(chosen, rank, world_size) if experiment.is_sharded else every_nth
         self.num_rounds = len(self._own) if experiment.is_sharded else -(-len(chosen) // world_size)
-        self._ledger = LossLedger(experiment.settings.register_names, len(self.places), processes)
+        self._accumulator = LossAccumulator(experiment.settings.register_names, len(self.refs), processes)
 
     def rounds(self, epoch: int, observe: Observer = _nobody) -> Iterator[int]:
         """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
         self._experiment.set_training(False)
         points = self._runner.points(epoch)
-        loading = self._runner.load([turn.place for turn in self._own], points)
+        loading = self._runner.load([assignment.ref for assignment in self._own], points)
         # An evaluation must leave no trace, as each rank would leave another.
-        with kept_buffers(self._experiment.components.all_modules.values()):
+        with preserved_buffers(self._experiment.components.all_modules.values()):
             for number in range(self.num_rounds):
                 if number < len(self._own):
-                    turn = self._own[number]
-                    self._evaluate(turn, points.batch(turn.place), next(loading), observe)
+                    assignment = self._own[number]
+                    self._evaluate(assignment, points.batch(assignment.ref), next(loading), observe)
                 yield number
 
-    def _evaluate(self, turn: Turn, planned: PlannedBatch, batch: Any, observe: Observer) -> None:
-        with torch.no_grad(), out_of_memory_explained(batch, turn.place, self._processes.device):
-            losses = self._runner.losses(batch, turn.place, (*planned.key, "evaluate"))
-            if not turn.is_stand_in:
-                self._ledger.add(0, turn.position, losses)
-            observe(turn, planned, batch)
+    def _evaluate(self, assignment: BatchAssignment, planned: PlannedBatch, batch: Any, observe: Observer) -> None:
+        with torch.no_grad(), out_of_memory_explained(batch, assignment.ref, self._processes.device):
+            losses = self._runner.losses(batch, assignment.ref, (*planned.key, "evaluate"))
+            if not assignment.is_stand_in:
+                self._accumulator.add(0, assignment.position, losses)
+            observe(assignment, planned, batch)
 
     def collect(self) -> np.ndarray:
         """Return the sums per batch and register of all ranks; batches of other shards have 0."""
-        sums: np.ndarray = self._ledger.collect_batches(1)
+        sums: np.ndarray = self._accumulator.collect_batches(1)
         return sums
 
     def num_items(self) -> dict[str, int]:
         """Return how many items of the whole split each register gets."""
         feeds = self._experiment.components.module_transforms
         return {
-            register: sum(one.num_items for one in self.places if register in feeds[one.shape.dataset].loss_registers)
+            register: sum(one.num_items for one in self.refs if register in feeds[one.shape.dataset].loss_registers)
             for register in self._experiment.settings.register_names
         }
 
@@ -103,7 +103,7 @@ class EvaluationStage:
         """
         weighter = self._experiment.components.loss_weighter
         seed = self._experiment.settings.training.seed
-        key_generators(seed, "before evaluation", epoch)
+        seed_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
         for number in self._pass.rounds(epoch):
             if number % _ROUNDS_BETWEEN_QUESTIONS == 0 and self._processes.any(is_asked_to_stop()):
@@ -112,7 +112,7 @@ class EvaluationStage:
                 return
             yield False
         self._record(epoch)
-        key_generators(seed, "after evaluation", epoch)
+        seed_generators(seed, "after evaluation", epoch)
         weighter.after_eval_epoch(self._records.losses)
 
     def _record(self, epoch: int) -> None:

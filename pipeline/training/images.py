@@ -12,8 +12,8 @@ from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.serialization.png import png_of
 from pipeline.system.logging import LOGGER
 from pipeline.training.batch_runner import BatchRunner
-from pipeline.training.buffers import kept_buffers
-from pipeline.training.step_plan import EpochPoints, Place
+from pipeline.training.buffers import preserved_buffers
+from pipeline.training.step_plan import BatchRef, EpochPoints
 
 
 class Pictures:
@@ -34,20 +34,20 @@ class Pictures:
         points, found = self._runner.points(epoch), dict[str, bytes]()
         for name in wanted:
             try:
-                found |= self._taken(Place(shapes[name], 0), points)
+                found |= self._taken(BatchRef(shapes[name], 0), points)
             except (Exception, SystemExit) as error:
                 self._failed.add(name)
                 self._warn(name, error)
         return found
 
-    def _taken(self, place: Place, points: EpochPoints) -> dict[str, bytes]:
-        dataset = place.shape.dataset
-        (batch,) = self._runner.load([place], points)
-        with torch.no_grad(), kept_buffers(self._experiment.components.all_modules.values()):
-            images = self._runner.images(batch, place, (*points.batch(place).key, "images"))
+    def _taken(self, ref: BatchRef, points: EpochPoints) -> dict[str, bytes]:
+        dataset = ref.shape.dataset
+        (batch,) = self._runner.load([ref], points)
+        with torch.no_grad(), preserved_buffers(self._experiment.components.all_modules.values()):
+            images = self._runner.images(batch, ref, (*points.batch(ref).key, "images"))
             return {f"{dataset}/{name}": png_of(image) for name, image in images.items()}
 
     def _warn(self, dataset: str, error: BaseException) -> None:
         where = f"module_transforms/{dataset}.py"
         problem = user_problem(error, self._experiment.folder, where, "images must return a dict of pictures")
-        LOGGER.warning("%s. Training goes on without images of %s.", problem, dataset)
+        LOGGER.warning("%s. Training continues without images of %s.", problem, dataset)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.experiment.pymodules.definitions import LoaderArguments
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.system.stop_requests import die_with_parent, ignore_stop_signals
 from pipeline.training.step_plan import PlannedBatch
 
@@ -30,7 +30,7 @@ class KeyedDataset(Dataset[Any]):
         self._dataset, self._transform, self._collate = dataset, transform, collate
 
     def __getitem__(self, planned: PlannedBatch) -> Any:
-        key_generators(*planned.key)
+        seed_generators(*planned.key)
         transform = self._transform
         with collectives_refused(f"datasets/{planned.dataset}.py, its data transform or its collate_fn"):
             # A transform may edit the point in place and return nothing.
@@ -99,7 +99,7 @@ class Loader:
         return loaded if self._device.type == "cpu" else (to_device(batch, self._device) for batch in loaded)
 
 
-class Ahead(Iterator[Any]):
+class Prefetcher(Iterator[Any]):
     """Batches of which one can be loaded before it is asked for; what goes wrong then is raised when it is.
 
     ``seconds`` is how long loading has taken in all.

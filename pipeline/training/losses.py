@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.system.accelerators import pinned_like
 
 
-class LossLedger:
+class LossAccumulator:
     """Float64 sums of the losses of batches, left on the device until someone wants to see them.
 
     Rows are steps. Each batch of a row is summed by one rank only, so adding over the ranks is exact, and the
@@ -40,11 +40,11 @@ class LossLedger:
         self._fetched = pinned_like(sums).copy_(sums, non_blocking=True)
 
     def collect(self, num_rows: int) -> np.ndarray:
-        """Return the totals of all rows per register, added over ranks and batches, and empty the ledger."""
+        """Return the totals of all rows per register, added over ranks and batches, and empty the accumulator."""
         return total_losses(self.collect_batches(num_rows))
 
     def collect_batches(self, num_rows: int) -> np.ndarray:
-        """Return the sums of all rows per batch and register, added over ranks, and empty the ledger."""
+        """Return the sums of all rows per batch and register, added over ranks, and empty the accumulator."""
         table = torch.zeros(num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
         if self._cells:
             sums = torch.stack(self._sums).cpu() if self._fetched is None else self._fetched

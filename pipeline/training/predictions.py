@@ -12,7 +12,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.serialization.npz_files import is_entry_name
 from pipeline.training.batch_runner import BatchRunner
-from pipeline.training.step_plan import PlannedBatch, Turn
+from pipeline.training.step_plan import BatchAssignment, PlannedBatch
 
 Columns = dict[str, np.ndarray]
 # Columns of ours: which point an item belongs to, and which item of the split it is.
@@ -28,18 +28,18 @@ class Predictions:
         self._runner, self._datasets = runner, frozenset(datasets)
         self._batches: list[tuple[str, Columns]] = []
 
-    def observe(self, turn: Turn, planned: PlannedBatch, batch: Any) -> None:
+    def observe(self, assignment: BatchAssignment, planned: PlannedBatch, batch: Any) -> None:
         """Let the module transform predict for one batch, if its dataset has predictions; those of a stand-in go."""
-        place = turn.place
-        dataset, size = place.shape.dataset, place.shape.point_size
+        ref = assignment.ref
+        dataset, size = ref.shape.dataset, ref.shape.point_size
         if dataset in self._datasets:
-            found = self._runner.predictions(batch, place, (*planned.key, "predict"))
-            if turn.is_stand_in:
+            found = self._runner.predictions(batch, ref, (*planned.key, "predict"))
+            if assignment.is_stand_in:
                 return
-            columns = checked_predictions(found, place.num_items, f"module_transforms/{dataset}.py")
-            first = place.number * place.shape.batch_size * size
+            columns = checked_predictions(found, ref.num_items, f"module_transforms/{dataset}.py")
+            first = ref.number * ref.shape.batch_size * size
             columns[INDEX] = np.repeat(np.asarray(planned.indices, dtype=np.int64), size)
-            columns[POSITION] = np.arange(first, first + place.num_items)
+            columns[POSITION] = np.arange(first, first + ref.num_items)
             self._batches.append((dataset, columns))
 
     def gather(self, processes: Processes) -> list[tuple[str, Columns]]:

@@ -45,7 +45,7 @@ class SplitShape:
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchRef:
     """Where a batch stands: which batch of which dataset."""
 
     shape: SplitShape
@@ -57,14 +57,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Turn:
+class BatchAssignment:
     """A batch that one rank runs, and its position among those that are dealt.
 
     A stand-in counts for nothing: it keeps a rank without a batch in step with those that have one.
     """
 
     position: int
-    place: Place
+    ref: BatchRef
     is_stand_in: bool = False
 
 
@@ -78,26 +78,28 @@ def share_of(num_batches: int, rank: int, world_size: int) -> range:
     return range(start, start + size + (rank < rest))
 
 
-Deal = Callable[[list[tuple[int, Place]], int, int], list[Turn]]
+Deal = Callable[[list[tuple[int, BatchRef]], int, int], list[BatchAssignment]]
 
 
-def deal_shares(batches: list[tuple[int, Place]], rank: int, world_size: int) -> list[Turn]:
+def assign_shares(batches: list[tuple[int, BatchRef]], rank: int, world_size: int) -> list[BatchAssignment]:
     """Deal every rank its share of a step, which it runs at its own pace."""
-    return [Turn(*batches[index]) for index in share_of(len(batches), rank, world_size)]
+    return [BatchAssignment(*batches[index]) for index in share_of(len(batches), rank, world_size)]
 
 
-def deal_rounds(batches: list[tuple[int, Place]], rank: int, world_size: int) -> list[Turn]:
+def assign_rounds(batches: list[tuple[int, BatchRef]], rank: int, world_size: int) -> list[BatchAssignment]:
     """Deal in rounds in which every rank runs a batch of the same dataset, for modules that ranks must run together.
 
     Where a dataset has not enough batches for a round, its first one stands in for the missing.
     """
-    turns = []
-    for dataset in dict.fromkeys(place.shape.dataset for _, place in batches):
+    assignments = []
+    for dataset in dict.fromkeys(ref.shape.dataset for _, ref in batches):
         own = [batch for batch in batches if batch[1].shape.dataset == dataset]
         for start in range(0, len(own), world_size):
             dealt = own[start : start + world_size]
-            turns.append(Turn(*dealt[rank]) if rank < len(dealt) else Turn(*dealt[0], is_stand_in=True))
-    return turns
+            assignments.append(
+                BatchAssignment(*dealt[rank]) if rank < len(dealt) else BatchAssignment(*dealt[0], is_stand_in=True)
+            )
+    return assignments
 
 
 class StepPlan:
@@ -133,21 +135,21 @@ class StepPlan:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def step(self, index: int) -> list[Place]:
+    def step(self, index: int) -> list[BatchRef]:
         """Return the batches of a step, in the order in which they are dealt to the ranks."""
         own = slice(self._starts[index], self._starts[index + 1])
         named = zip(self._datasets[own].tolist(), self._numbers[own].tolist(), strict=True)
-        return [Place(self._shapes[dataset], number) for dataset, number in named]
+        return [BatchRef(self._shapes[dataset], number) for dataset, number in named]
 
     @cached_property
-    def most_batches(self) -> int:
+    def max_batches(self) -> int:
         """The number of batches in the largest step."""
         return int(np.diff(self._starts).max())
 
-    def places_of(self, rank: int, world_size: int, first_step: int, deal: Deal = deal_shares) -> Iterator[Place]:
+    def refs_of(self, rank: int, world_size: int, first_step: int, deal: Deal = assign_shares) -> Iterator[BatchRef]:
         """Yield the batches one rank gets, from a step on."""
         for index in range(first_step, len(self)):
-            yield from (turn.place for turn in deal(list(enumerate(self.step(index))), rank, world_size))
+            yield from (assignment.ref for assignment in deal(list(enumerate(self.step(index))), rank, world_size))
 
 
 class EpochPoints:
@@ -160,8 +162,8 @@ class EpochPoints:
         self._indices = indices
         self._ordered: dict[str, np.ndarray] = {}
 
-    def batch(self, place: Place) -> PlannedBatch:
-        dataset, number, size = place.shape.dataset, place.number, place.shape.batch_size
+    def batch(self, ref: BatchRef) -> PlannedBatch:
+        dataset, number, size = ref.shape.dataset, ref.number, ref.shape.batch_size
         indices = self._in_order(dataset)[number * size : (number + 1) * size]
         return PlannedBatch(dataset, tuple(indices.tolist()), (*self._key, dataset, number))
 
@@ -174,6 +176,6 @@ class EpochPoints:
         return self._ordered[dataset]
 
 
-def evaluation_places(shapes: Sequence[SplitShape]) -> list[Place]:
+def evaluation_refs(shapes: Sequence[SplitShape]) -> list[BatchRef]:
     """Return all batches of an evaluation, in the order in which they are dealt to the ranks."""
-    return [Place(shape, number) for shape in shapes for number in range(shape.num_batches)]
+    return [BatchRef(shape, number) for shape in shapes for number in range(shape.num_batches)]

@@ -12,13 +12,13 @@ from pipeline.components import BaseLossWeighter
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
-from pipeline.training.engines.base import BatchLosses, Compute, GradientEngine, Verdict, Wishes
-from pipeline.training.loaders import Ahead
-from pipeline.training.losses import LossLedger
-from pipeline.training.step_observer import Witness
-from pipeline.training.step_plan import Place, StepPlan, Turn, deal_rounds, deal_shares
+from pipeline.training.engines.base import BatchLosses, Compute, GradientEngine, StepOutcome, StepRequests
+from pipeline.training.loaders import Prefetcher
+from pipeline.training.losses import LossAccumulator
+from pipeline.training.step_observer import StepObserver
+from pipeline.training.step_plan import BatchAssignment, BatchRef, StepPlan, assign_rounds, assign_shares
 
 _ROWS = 64
 
@@ -31,7 +31,7 @@ class StepReport:
     num_steps: int
     seconds: float
     data_seconds: float
-    verdict: Verdict
+    outcome: StepOutcome
 
 
 class TrainingStage:
@@ -61,7 +61,7 @@ class TrainingStage:
         self._engine, self._records = engine, records
         self._settings = experiment.settings.training
         self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
-        self._deal = deal_rounds if experiment.runs_in_rounds else deal_shares
+        self._deal = assign_rounds if experiment.runs_in_rounds else assign_shares
         self._weighter = experiment.components.loss_weighter
         self._looks_at_steps = _overrides(self._weighter, "after_train_step")
         registers = experiment.settings.register_names
@@ -70,28 +70,28 @@ class TrainingStage:
             [name for name, one in feeds.items() if register in one.loss_registers] for register in registers
         ]
         self._rows = 1 if self._looks_at_steps else _ROWS
-        self._ledger = LossLedger(registers, self.plan.most_batches, processes)
+        self._accumulator = LossAccumulator(registers, self.plan.max_batches, processes)
         self._pending: list[list[int]] = []
-        self.witness = Witness()
+        self.observer = StepObserver()
         self.num_consecutive_skipped = 0
 
-    def run(self, epoch: int, first_step: int, wishes: Callable[[], Wishes]) -> Iterator[StepReport]:
+    def run(self, epoch: int, first_step: int, requests: Callable[[], StepRequests]) -> Iterator[StepReport]:
         """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
         self._experiment.set_training(True)
         self._schedulers = self._active_schedulers(epoch)
         if first_step == 0:
             self._begin_epoch(epoch)
-        places = list(self.plan.places_of(self._processes.rank, self._processes.world_size, first_step, self._deal))
+        refs = list(self.plan.refs_of(self._processes.rank, self._processes.world_size, first_step, self._deal))
         points = self._runner.points(epoch)
-        loading = Ahead(self._runner.load(places, points))
+        loading = Prefetcher(self._runner.load(refs, points))
         with self._engine.using_waits_for(loading.load):
             for index in range(first_step, len(self.plan)):
-                yield self._step(epoch, index, loading, wishes)
+                yield self._step(epoch, index, loading, requests)
         self._end_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._records.forget_steps()
-        key_generators(self._settings.seed, "begin", epoch)
+        seed_generators(self._settings.seed, "begin", epoch)
         self._weighter.before_train_epoch(self._records.losses)
         for scheduler in self._schedulers:
             scheduler.before_train_epoch(len(self.plan))
@@ -99,7 +99,7 @@ class TrainingStage:
     def _end_epoch(self, epoch: int) -> None:
         self.flush()
         self._records.finish_train_epoch(epoch)
-        key_generators(self._settings.seed, "end", epoch)
+        seed_generators(self._settings.seed, "end", epoch)
         for scheduler in self._schedulers:
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
@@ -112,57 +112,62 @@ class TrainingStage:
             if epoch >= definitions[name].scheduler_start_epoch
         ]
 
-    def _step(self, epoch: int, index: int, loading: Ahead, wishes: Callable[[], Wishes]) -> StepReport:
+    def _step(self, epoch: int, index: int, loading: Prefetcher, requests: Callable[[], StepRequests]) -> StepReport:
         started, loaded = time.perf_counter(), loading.seconds
-        self.witness.step_begins(epoch, index + 1)
+        self.observer.step_begins(epoch, index + 1)
         batches = self.plan.step(index)
         items = self._num_items(batches)
         shares = self._shares(items)
         rates = self._experiment.learning_rates()
         self._engine.begin_step(len(batches))
         own = self._deal(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
-        for turn in own:
-            self._run(turn, next(loading), (epoch, index), shares, wishes() if turn is own[-1] else None)
+        for assignment in own:
+            self._run(assignment, next(loading), (epoch, index), shares, requests() if assignment is own[-1] else None)
         if not own:
-            self._engine.join_without_batch(wishes())
+            self._engine.join_without_batch(requests())
         if len(self._pending) + 1 == self._rows:
             # The losses are needed after this step; the engine's wait for the device is one for them too.
-            self._ledger.fetch()
-        verdict = self._engine.finish_step((self._settings.seed, "update", epoch, index))
-        self._records.add_step_rates(rates, verdict.norms, verdict.skipped)
-        self._after_step(epoch, index, items, verdict)
-        self.witness.step_ends(verdict)
+            self._accumulator.fetch()
+        outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
+        self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
+        self._after_step(epoch, index, items, outcome)
+        self.observer.step_ends(outcome)
         seconds, data_seconds = time.perf_counter() - started, loading.seconds - loaded
-        return StepReport(index + 1, len(self.plan), seconds, data_seconds, verdict)
+        return StepReport(index + 1, len(self.plan), seconds, data_seconds, outcome)
 
     def _run(
-        self, turn: Turn, batch: Any, at: tuple[int, int], shares: dict[str, float], wishes: Wishes | None
+        self,
+        assignment: BatchAssignment,
+        batch: Any,
+        at: tuple[int, int],
+        shares: dict[str, float],
+        requests: StepRequests | None,
     ) -> None:
-        key = (self._settings.seed, "step", *at, turn.position)
-        with out_of_memory_explained(batch, turn.place, self._processes.device):
-            if turn.is_stand_in:
-                self._engine.stand_in(self._stand_in_loss(batch, turn.place, key, shares), wishes)
+        key = (self._settings.seed, "step", *at, assignment.position)
+        with out_of_memory_explained(batch, assignment.ref, self._processes.device):
+            if assignment.is_stand_in:
+                self._engine.stand_in(self._stand_in_loss(batch, assignment.ref, key, shares), requests)
             else:
-                self._engine.backward(turn, self._batch_loss(batch, turn.place, key, shares), wishes)
+                self._engine.backward(assignment, self._batch_loss(batch, assignment.ref, key, shares), requests)
 
-    def _stand_in_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
-        """Compute what runs the modules that the batch would and adds nothing to their gradients."""
+    def _stand_in_loss(self, batch: Any, ref: BatchRef, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
+        """A zero-weighted forward and backward pass, which keeps the collectives of FSDP in step."""
 
         def compute() -> BatchLosses:
-            losses = self._runner.losses(batch, place, key)
+            losses = self._runner.losses(batch, ref, key)
             optimised = [losses[register] for register in losses if register in shares]
             return BatchLosses(optimised, [0.0] * len(optimised), [])
 
         return compute
 
-    def _batch_loss(self, batch: Any, place: Place, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
+    def _batch_loss(self, batch: Any, ref: BatchRef, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
         row, position = len(self._pending), key[-1]
 
         def compute() -> BatchLosses:
-            self.witness.batch_is_loaded(position, place, batch)
-            losses = self._runner.losses(batch, place, key)
-            self.witness.losses_are_known(position, losses)
-            sums = self._ledger.add(row, position, losses)
+            self.observer.batch_is_loaded(position, ref, batch)
+            losses = self._runner.losses(batch, ref, key)
+            self.observer.losses_are_known(position, losses)
+            sums = self._accumulator.add(row, position, losses)
             optimised = [register for register in losses if register in shares]
             return BatchLosses(
                 [losses[register] for register in optimised],
@@ -182,27 +187,27 @@ class TrainingStage:
             if register.optimize and count
         }
 
-    def _num_items(self, batches: list[Place]) -> list[int]:
+    def _num_items(self, batches: list[BatchRef]) -> list[int]:
         """Return how many items of all ranks each register gets in a step."""
         items: dict[str, int] = {}
-        for place in batches:
-            items[place.shape.dataset] = items.get(place.shape.dataset, 0) + place.num_items
+        for ref in batches:
+            items[ref.shape.dataset] = items.get(ref.shape.dataset, 0) + ref.num_items
         return [sum(items.get(dataset, 0) for dataset in datasets) for datasets in self._fed_by]
 
-    def _after_step(self, epoch: int, index: int, items: list[int], verdict: Verdict) -> None:
+    def _after_step(self, epoch: int, index: int, items: list[int], outcome: StepOutcome) -> None:
         self._pending.append(items)
         if len(self._pending) == self._rows:
             self.flush()
         for scheduler in self._schedulers:
             scheduler.after_train_step(index + 1)
         if self._looks_at_steps:
-            key_generators(self._settings.seed, "after", epoch, index)
+            seed_generators(self._settings.seed, "after", epoch, index)
             self._weighter.after_train_step(self._records.losses)
-        self._count_skipped(epoch, index, verdict)
+        self._count_skipped(epoch, index, outcome)
 
-    def _count_skipped(self, epoch: int, index: int, verdict: Verdict) -> None:
+    def _count_skipped(self, epoch: int, index: int, outcome: StepOutcome) -> None:
         """Abort when too many steps in a row were skipped; a gradient that fp16 cannot hold does not count."""
-        is_bad = verdict.skipped and not verdict.overflowed
+        is_bad = outcome.skipped and not outcome.overflowed
         self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0
         allowed = self._settings.max_consecutive_nan_steps
         if self.num_consecutive_skipped > allowed:
@@ -215,7 +220,7 @@ class TrainingStage:
     def flush(self) -> None:
         """Bring the losses of the latest steps into the records; called by all ranks at the same step."""
         if self._pending:
-            totals = self._ledger.collect(len(self._pending))
+            totals = self._accumulator.collect(len(self._pending))
             for row, items in zip(totals, self._pending, strict=True):
                 self._records.add_step_losses(row, items)
             self._pending.clear()

@@ -17,11 +17,11 @@ from pipeline.experiment.assembly import Experiment, assemble
 from pipeline.experiment.settings.settings import parse_settings, read_contents
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
-from pipeline.session import build_machinery
+from pipeline.session import build_session
 from pipeline.store.lock import RunLock
 from pipeline.store.store import ResultsStore
 from pipeline.system.disk import Disk
-from pipeline.training.engines.base import Wishes
+from pipeline.training.engines.base import StepRequests
 from pipeline.training.training import StepReport
 from tests.bench.driver import PIPELINE
 from tests.bench.rows import Row, Spread, ratios
@@ -62,7 +62,7 @@ class LongEpoch:
     """A training stage inside an epoch that has so many recorded steps already."""
 
     def __init__(self, paths: ExperimentPaths, experiment: Experiment, num_steps: int) -> None:
-        self._machinery = build_machinery(
+        self._machinery = build_session(
             paths, Processes(), experiment, ResultsStore(paths, Disk(), RunLock(paths).claim)
         )
         self._machinery.create_module_transforms()
@@ -76,9 +76,9 @@ class LongEpoch:
 
     def _run(self) -> Iterator[StepReport]:
         """Take the steps of an epoch again and again without ever ending it."""
-        yield next(self._machinery.training.run(1, 0, Wishes))
+        yield next(self._machinery.training.run(1, 0, StepRequests))
         while True:
-            for report in self._machinery.training.run(1, 1, Wishes):
+            for report in self._machinery.training.run(1, 1, StepRequests):
                 yield report
                 if report.step == report.num_steps:
                     break

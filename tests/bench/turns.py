@@ -1,6 +1,6 @@
 """Jobs and turns: what a contender is asked to do, and its place at the table.
 
-Contenders that are alive together train one epoch each in turn, so that the machine's moods hit all alike.
+Contenders that are alive together train one epoch each in turn, so that noise affects all alike.
 """
 
 from __future__ import annotations

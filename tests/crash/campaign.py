@@ -49,7 +49,7 @@ class Table:
     finals_bit_identical: int = 0
     records_duplicated: int = 0
     records_missing: int = 0
-    most_steps_redone: int = 0
+    max_steps_redone: int = 0
     processes_left: int = 0
     temporary_files_left: int = 0
     problems: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Table:
         is_complete = self.resumed == self.kills and self.finals_bit_identical == self.rounds > 0
         is_tidy = not (self.processes_left or self.temporary_files_left)
         # A kill costs the steps since the last complete commit: an interval, and another while the next is written.
-        is_cheap = self.most_steps_redone <= 2 * self.checkpoint_every_steps
+        is_cheap = self.max_steps_redone <= 2 * self.checkpoint_every_steps
         is_recorded = not (self.records_duplicated or self.records_missing)
         return is_complete and is_tidy and is_cheap and is_recorded and not self.problems
 
@@ -185,7 +185,7 @@ class Campaign:
         self.table.records_duplicated += duplicated
         self.table.records_missing += missing
         self.table.temporary_files_left += len(left)
-        self.table.most_steps_redone = max([self.table.most_steps_redone, *redone_steps(home)])
+        self.table.max_steps_redone = max([self.table.max_steps_redone, *redone_steps(home)])
         self.table.problems += [f"{home.name}: {what}" for what in (difference, *map(str, left)) if what]
 
     def _run_undisturbed(self, seed: int) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.lifecycle.frozen_copy import copy_folder, digest_folder
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.lifecycle.reset import open_fresh
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import FINISHED, TRAINING, Progress
@@ -78,7 +78,7 @@ class Life:
 
     def _use(self, paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:
         store = self.store_class(paths, disk, lock.claim)
-        if look(paths).exists:
+        if inspect_results(paths).exists:
             lock.acquire()
             store.recover(is_needed)
         else:

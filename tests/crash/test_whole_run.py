@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.checkpoint.parts import PersistedParts
 from pipeline.errors import PipelineError
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.store.compare import first_difference
@@ -108,7 +108,7 @@ class Aftermath:
 
 def _recovered(paths: ExperimentPaths) -> str:
     """Recover as the next run would and return all that this run would read."""
-    if not look(paths).exists:
+    if not inspect_results(paths).exists:
         return "nothing"
     lock = RunLock(paths)
     lock.acquire()

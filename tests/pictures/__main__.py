@@ -31,7 +31,7 @@ def main() -> None:
         browser.look(1000)
         browser.open(folder / "experiment_logs/my_digits/report.html")
         browser.look(1000, browser.ask("Math.ceil(shared.charts[3].node.getBoundingClientRect().bottom) + 9"))
-        browser.settle()
+        browser.finish_pending()
         browser.picture(PICTURES / "report.png")
 
 

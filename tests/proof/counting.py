@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from pipeline.arguments import parse_arguments
-from pipeline.session import Machinery
-from pipeline.training.engines.base import GradientEngine, Verdict
-from pipeline.training.step_observer import Witness
-from pipeline.worker import attempt
+from pipeline.session import TrainingSession
+from pipeline.training.engines.base import GradientEngine, StepOutcome
+from pipeline.training.step_observer import StepObserver
+from pipeline.worker import run_worker
 from tests.proof.experiments import deep_model
 
 # Calls of the CUDA runtime, and of HIP's, that launch a kernel or make the host wait.
@@ -79,7 +79,7 @@ def new_counter(device_type: str) -> Counter:
     return SimulatedCounter() if device_type == "sim" else ProfilerCounter()
 
 
-class CountingWitness(Witness):
+class CountingObserver(StepObserver):
     """Counts from the beginning of every step to its end."""
 
     def __init__(self, counter: Counter) -> None:
@@ -91,7 +91,7 @@ class CountingWitness(Witness):
         self._was_busy = False
         self._counter.start()
 
-    def step_ends(self, verdict: Verdict) -> None:
+    def step_ends(self, outcome: StepOutcome) -> None:
         self.steps.append(replace(self._counter.stop(), loads_while_busy=self._was_busy))
 
     def watch_loading(self, engine: GradientEngine) -> None:
@@ -106,16 +106,16 @@ class CountingWitness(Witness):
 
 
 def main(words: list[str]) -> int:
-    witnesses: list[CountingWitness] = []
+    observers: list[CountingObserver] = []
 
-    def watch(machinery: Machinery) -> None:
-        witnesses.append(CountingWitness(new_counter(machinery.processes.device.type)))
-        machinery.training.witness = witnesses[0]
-        witnesses[0].watch_loading(machinery.engine)
+    def watch(session: TrainingSession) -> None:
+        observers.append(CountingObserver(new_counter(session.processes.device.type)))
+        session.training.observer = observers[0]
+        observers[0].watch_loading(session.engine)
 
-    code = attempt(parse_arguments(words), watch)
-    if witnesses:
-        print(json.dumps([asdict(step) for step in witnesses[0].steps]))
+    code = run_worker(parse_arguments(words), watch)
+    if observers:
+        print(json.dumps([asdict(step) for step in observers[0].steps]))
     return code
 
 

@@ -173,7 +173,7 @@ def test_other_surroundings_are_told_once_and_do_not_stop_a_resume(home: Path) -
     (home / "experiment_settings/tiny/settings/training.json").write_text('{"seed": 99}')
     done = run_process(home, "--resume", nproc=2)
     assert done.returncode == 0
-    assert done.stdout.count("the frozen copy goes on: settings/training.json. To use the changes") == 1
+    assert done.stdout.count("the run continues with its frozen copy: settings/training.json. To use the changes") == 1
     changes = f"Changed since the last start: world_size 1 → 2, backend none → gloo, torch 1.0 → {torch.__version__}"
     assert done.stdout.count(changes) == 1
     assert "from epoch 2, step 1 on, bits may differ from those of an uninterrupted run, by rounding" in done.stdout

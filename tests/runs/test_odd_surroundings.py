@@ -114,7 +114,7 @@ def test_special_file_added_to_the_settings_does_not_stop_a_resume(
     """After the start the settings folder is only compared: what is odd in it is named and ignored."""
     put(begun / "experiment_settings/tiny/pymodules/utils/odd.bin")
     assert run_inside(begun, "--resume").is_finished
-    assert "the frozen copy goes on: pymodules/utils/odd.bin" in capsys.readouterr().out
+    assert "the run continues with its frozen copy: pymodules/utils/odd.bin" in capsys.readouterr().out
     assert first_difference(begun / RESULTS / "data", whole) is None
 
 

@@ -11,7 +11,7 @@ from pipeline.errors import PipelineError
 from pipeline.experiment import compilation
 from pipeline.paths import ExperimentPaths
 from pipeline.store.compare import first_difference, read_any
-from pipeline.store.store import peek
+from pipeline.store.store import read_current_manifest
 from tests.crash.experiment import EXPERIMENT, GATE, GATE_FOLDER, RESULTS, committed, prepare
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import BackgroundRun, run_inside, run_process
@@ -71,7 +71,7 @@ def run_or_fail(home: Path, nproc: int, env: dict[str, str], *words: str) -> Non
 
 def scale_of(home: Path) -> dict[str, float]:
     """Return the committed state of the gradient scaler: scale, growth tracker and how they change."""
-    manifest = peek(ExperimentPaths(home, "tiny"))
+    manifest = read_current_manifest(ExperimentPaths(home, "tiny"))
     assert manifest is not None
     found: dict[str, float] = manifest.run_state["grad_scaler"]
     return found
@@ -150,7 +150,7 @@ def test_weights_of_a_compiled_module_start_an_uncompiled_one(tmp_path: Path) ->
 @pytest.mark.slow
 def test_too_many_kinds_of_input_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than go on uncompiled from some batch on, which no resume could repeat, a run ends and says why."""
-    monkeypatch.setattr(compilation, "MOST_KINDS_OF_INPUT", 1)
+    monkeypatch.setattr(compilation, "MAX_KINDS_OF_INPUT", 1)
     write_experiment(tmp_path, files={TRUNK: COMPILED})
     with pytest.raises(PipelineError, match=r"modules/trunk\.py: .* at most 1 kinds(?s:.*)fix:"):
         run_inside(tmp_path)

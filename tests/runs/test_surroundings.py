@@ -37,13 +37,15 @@ def check_same(home: Path) -> None:
 
 
 def test_edited_settings_do_not_reach_a_running_experiment(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files edited, added or deleted after the start are named in one warning; the frozen copy goes on."""
+    """Files edited, added or deleted after the start are named in one warning; the run keeps its copy."""
     settings = begun / "experiment_settings/tiny"
     (settings / "settings/training.json").write_text('{"seed": 99}')
     (settings / "pymodules/modules/trunk.py").unlink()
     assert run_inside(begun, "--resume").is_finished
     output = capsys.readouterr().out
-    assert output.count("the frozen copy goes on: pymodules/modules/trunk.py, settings/training.json") == 1
+    assert (
+        output.count("the run continues with its frozen copy: pymodules/modules/trunk.py, settings/training.json") == 1
+    )
     check_same(begun)
 
 

@@ -235,5 +235,5 @@ def test_run_under_observation_publishes_nothing(tmp_path: Path) -> None:
     """What verify-resume and replay run on a copy is no run of the experiment."""
     write_experiment(tmp_path, files={"pymodules/trackers/lines.py": OWN_TRACKER})
     words = ["tiny", "--data-home", str(tmp_path), "--stop-after-epoch", "0"]
-    run(parse_arguments(words), Processes(), watch=lambda machinery: None)
+    run(parse_arguments(words), Processes(), watch=lambda session: None)
     assert not (tmp_path / "experiment_logs/tiny/trackers").exists()

@@ -19,9 +19,9 @@ from pipeline.checkpoint.parts import PersistedParts
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.run import run
-from pipeline.session import Machinery
-from pipeline.training.step_observer import Witness
-from pipeline.worker import leave
+from pipeline.session import TrainingSession
+from pipeline.training.step_observer import StepObserver
+from pipeline.worker import exit_now
 from tests.support.experiments import write_experiment
 
 FLIPPED_RANK = 1
@@ -37,54 +37,54 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.detach().view(-1)[-1:].view(torch.int32)[0] ^= 1 << 16
 
 
-def flip_weight(machinery: Machinery) -> None:
-    flip(machinery.experiment.components.all_modules["head_a"].weight)  # type: ignore[arg-type]
+def flip_weight(session: TrainingSession) -> None:
+    flip(session.experiment.components.all_modules["head_a"].weight)  # type: ignore[arg-type]
 
 
-def flip_frozen_weight(machinery: Machinery) -> None:
-    flip(machinery.experiment.components.all_modules["stem"][0].weight)  # type: ignore[index]
+def flip_frozen_weight(session: TrainingSession) -> None:
+    flip(session.experiment.components.all_modules["stem"][0].weight)  # type: ignore[index]
 
 
-def flip_buffer(machinery: Machinery) -> None:
-    flip(machinery.experiment.components.all_modules["trunk"][1].running_var)  # type: ignore[index]
+def flip_buffer(session: TrainingSession) -> None:
+    flip(session.experiment.components.all_modules["trunk"][1].running_var)  # type: ignore[index]
 
 
-def flip_optimizer_state(machinery: Machinery) -> None:
-    flip(next(iter(machinery.experiment.optimizers["heads"].state.values()))["momentum_buffer"])
+def flip_optimizer_state(session: TrainingSession) -> None:
+    flip(next(iter(session.experiment.optimizers["heads"].state.values()))["momentum_buffer"])
 
 
-def flip_optimizer_step(machinery: Machinery) -> None:
-    flip(next(iter(machinery.experiment.optimizers["trunk"].state.values()))["step"])
+def flip_optimizer_step(session: TrainingSession) -> None:
+    flip(next(iter(session.experiment.optimizers["trunk"].state.values()))["step"])
 
 
-def flip_scaler(machinery: Machinery) -> None:
-    machinery.engine.scaler._growth_tracker += 1  # type: ignore[operator, assignment]
+def flip_scaler(session: TrainingSession) -> None:
+    session.engine.scaler._growth_tracker += 1  # type: ignore[operator, assignment]
 
 
-def flip_rate(machinery: Machinery) -> None:
-    machinery.experiment.optimizers["heads"].param_groups[0]["lr"] *= 1 + 2**-52
+def flip_rate(session: TrainingSession) -> None:
+    session.experiment.optimizers["heads"].param_groups[0]["lr"] *= 1 + 2**-52
 
 
-def flip_flag(machinery: Machinery) -> None:
-    machinery.experiment.components.all_modules["head_b"].requires_grad_(False)
+def flip_flag(session: TrainingSession) -> None:
+    session.experiment.components.all_modules["head_b"].requires_grad_(False)
 
 
-def flip_flags_everywhere(machinery: Machinery) -> None:
+def flip_flags_everywhere(session: TrainingSession) -> None:
     """All ranks change flags, but not the same."""
-    name = "head_b" if machinery.processes.rank == FLIPPED_RANK else "head_a"
-    machinery.experiment.components.all_modules[name].requires_grad_(False)
+    name = "head_b" if session.processes.rank == FLIPPED_RANK else "head_a"
+    session.experiment.components.all_modules[name].requires_grad_(False)
 
 
-def flip_scheduler(machinery: Machinery) -> None:
+def flip_scheduler(session: TrainingSession) -> None:
     """The warm-up is over by then, so that the rates do not show it: only what is saved does."""
-    machinery.experiment.schedulers["trunk"].full_rates[0] *= 1 + 2**-52
+    session.experiment.schedulers["trunk"].full_rates[0] *= 1 + 2**-52
 
 
-def flip_weighter(machinery: Machinery) -> None:
-    machinery.experiment.components.loss_weighter.averages["loss_a"] *= 1 + 2**-50
+def flip_weighter(session: TrainingSession) -> None:
+    session.experiment.components.loss_weighter.averages["loss_a"] *= 1 + 2**-50
 
 
-WHOLE: dict[str, Callable[[Machinery], None]] = {
+WHOLE: dict[str, Callable[[TrainingSession], None]] = {
     "weight": flip_weight,
     "buffer": flip_buffer,
     "optimizer state": flip_optimizer_state,
@@ -95,7 +95,7 @@ WHOLE: dict[str, Callable[[Machinery], None]] = {
     "scheduler": flip_scheduler,
     "weighter": flip_weighter,
 }
-REPLICATED: dict[str, Callable[[Machinery], None]] = {
+REPLICATED: dict[str, Callable[[TrainingSession], None]] = {
     "frozen weight": flip_frozen_weight,
     "buffer": flip_buffer,
     "optimizer step": flip_optimizer_step,
@@ -106,11 +106,11 @@ REPLICATED: dict[str, Callable[[Machinery], None]] = {
 }
 
 
-class Flipper(Witness):
+class Flipper(StepObserver):
     """Flips in the second epoch: in the first, gradients are too large for fp16, and no step is taken."""
 
-    def __init__(self, machinery: Machinery, flip_state: Callable[[Machinery], None]) -> None:
-        self._machinery, self._flip = machinery, flip_state
+    def __init__(self, session: TrainingSession, flip_state: Callable[[TrainingSession], None]) -> None:
+        self._machinery, self._flip = session, flip_state
 
     def step_begins(self, epoch: int, step: int) -> None:
         is_flipped = self._machinery.processes.rank == FLIPPED_RANK or self._flip is flip_flags_everywhere
@@ -145,8 +145,8 @@ def main(top: Path) -> None:
                 write_experiment(home, training={**training, "precision": "fp16"})
             processes.barrier()
 
-            def watch(machinery: Machinery, flip_state: Callable[[Machinery], None] = flip_state) -> None:
-                machinery.training.witness = Flipper(machinery, flip_state)
+            def watch(session: TrainingSession, flip_state: Callable[[TrainingSession], None] = flip_state) -> None:
+                session.training.observer = Flipper(session, flip_state)
 
             found[f"{engine}, {kind}"] = outcome(home, processes, watch)
         with flipped_restore(processes.rank):
@@ -156,7 +156,7 @@ def main(top: Path) -> None:
     processes.barrier()
 
 
-def outcome(home: Path, processes: Processes, watch: Callable[[Machinery], None] | None, *words: str) -> str:
+def outcome(home: Path, processes: Processes, watch: Callable[[TrainingSession], None] | None, *words: str) -> str:
     try:
         run(parse_arguments(["tiny", "--data-home", str(home), *words]), processes, watch=watch)
     except PipelineError as error:
@@ -166,4 +166,4 @@ def outcome(home: Path, processes: Processes, watch: Callable[[Machinery], None]
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    leave(0)
+    exit_now(0)

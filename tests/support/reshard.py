@@ -15,7 +15,7 @@ from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.experiment.sharding import mesh_of, shard_module
 from pipeline.serialization.dcp_writer import save_shards
 from pipeline.serialization.sharded_files import load_shards
-from pipeline.worker import leave
+from pipeline.worker import exit_now
 
 
 def trunk() -> nn.Module:
@@ -38,4 +38,4 @@ def reshard(data: Path, target: Path, processes: Processes) -> None:
 
 if __name__ == "__main__":
     reshard(Path(sys.argv[1]), Path(sys.argv[2]), Processes.join())
-    leave(0)
+    exit_now(0)

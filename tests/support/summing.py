@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeline.distributed.processes import Processes
 from pipeline.training.engines import reduction as sums
 from pipeline.training.step_plan import share_of
-from pipeline.worker import leave
+from pipeline.worker import exit_now
 
 _SHAPES = ((), (3,), (7, 5), (40, 2), (1,), (4, 3, 3, 3), (200,))
 _TYPES = (torch.float64, torch.int64, torch.uint8)
@@ -61,7 +61,7 @@ def main() -> None:
                 assert same, f"tensor {index} of {num_batches} batches on rank {processes.rank}"
     check_plain_sums(processes)
     processes.barrier()
-    leave(0)
+    exit_now(0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pipeline.arguments import parse_arguments
 from pipeline.commands import status
 from pipeline.experiment.pymodules.loader import FAMILIES, SINGLES
 from pipeline.experiment.settings.validation import SETTINGS_FILES, schema
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.store.compare import first_difference
@@ -303,7 +303,7 @@ def test_pymodule_snippets_run_and_resume(variant: Variant, digits_home: Path, t
         run_inside(home, "--set", COMMIT_OFTEN, *words, name="parts", disk=EndsInsideAnEpoch())
     # The lock goes with the objects of the run that was interrupted.
     gc.collect()
-    assert look(ExperimentPaths(home, "parts")).progress == Progress(TRAINING, epoch=2, step=2)
+    assert inspect_results(ExperimentPaths(home, "parts")).progress == Progress(TRAINING, epoch=2, step=2)
     run_inside(home, "--resume", *words, name="parts")
     results = home / "experiment_results"
     assert (results / "whole/data/loss_weight_data/loss_weights_2.json").exists()

@@ -23,7 +23,7 @@ from pipeline.arguments import Arguments, parse_arguments
 from pipeline.checkpoint.records import Records
 from pipeline.errors import InvalidExperiment, PipelineError, UnreadableFile, UsageError
 from pipeline.experiment.settings.settings import LossRegister, parse_settings, read_contents
-from pipeline.lifecycle.mode import decide, look
+from pipeline.lifecycle.mode import choose_action, inspect_results
 from pipeline.lifecycle.reset import open_fresh, reset
 from pipeline.lifecycle.starts import read_starts, record_start
 from pipeline.paths import ExperimentPaths, check_name
@@ -101,7 +101,7 @@ def test_resetting_any_name_spares_all_else(name: str) -> None:
         other, paths = ExperimentPaths(top / "home", "other"), ExperimentPaths(top / "home", name)
         other.results.mkdir(parents=True)
         (other.results / "precious").write_text("alive")
-        decide(Arguments(name, mode="reset"), paths, look(paths))
+        choose_action(Arguments(name, mode="reset"), paths, inspect_results(paths))
         reset(paths, Disk())
         lock = RunLock(paths)
         open_fresh(paths, Disk(), lock)
@@ -227,7 +227,7 @@ def check_recovery(paths: ExperimentPaths) -> None:
     """Check that results are recovered to one of their commits, or refused and left as they are."""
     before, lock = tree(paths.results), RunLock(paths)
     try:
-        look(paths)
+        inspect_results(paths)
         is_settled(paths)
         assert tree(paths.results) == before
         lock.acquire()

@@ -16,7 +16,7 @@ from pipeline.experiment.pymodules.contract_examples import EXAMPLES
 from pipeline.experiment.pymodules.source_files import is_ignored
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.paths import number_variable
-from pipeline.system.seeding import key_generators
+from pipeline.system.seeding import seed_generators
 from pipeline.system.stop_requests import TimeLimit
 
 FAMILIES = (
@@ -107,7 +107,7 @@ class PymoduleLoader:
             return None
         seconds = number_variable(IMPORT_TIME_LIMIT_VARIABLE, 600)
         # Modules draw their initial weights while they are imported: each file has a key of its own.
-        key_generators(self._seed, "pymodule", family, path.stem)
+        seed_generators(self._seed, "pymodule", family, path.stem)
         try:
             with TimeLimit(seconds, lambda: TimeoutError(f"still importing after {seconds:g} seconds")):
                 return importlib.import_module(".".join(filter(None, (self._package, family, path.stem))))

@@ -1,4 +1,4 @@
-"""Exceptions of an author's own code, told with the author's own file and line."""
+"""Exceptions of an author's code, reported with the author's own file and line."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import InvalidExperiment, Problem
 
 JsonPath = tuple[str | int, ...]
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CAUSES = {
     "/": "JSON has no comments",
@@ -83,9 +83,9 @@ def _read_text(path: Path) -> str:
     if not path.is_file():
         found = "is something else" if path.exists() else "there is none"
         raise InvalidExperiment([Problem(str(path), f"must be a file, but {found}")])
-    if path.stat().st_size > _MOST_BYTES:
+    if path.stat().st_size > _MAX_BYTES:
         size = path.stat().st_size
-        raise InvalidExperiment([Problem(str(path), f"must be at most {_MOST_BYTES} bytes, but has {size}")])
+        raise InvalidExperiment([Problem(str(path), f"must be at most {_MAX_BYTES} bytes, but has {size}")])
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

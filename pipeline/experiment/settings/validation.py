@@ -1,4 +1,4 @@
-"""JSON Schema violations, told in sentences that name file, line, key, value and what is allowed."""
+"""JSON Schema violations as sentences that name file, line, key, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Validator = validators.extend(  # type: ignore[no-untyped-call]
     ),
 )
 SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
-_MOST_PROBLEMS = 100
+_MAX_PROBLEMS = 100
 
 
 # What other trainers call things, and where they are here.
@@ -70,9 +70,9 @@ def schema(name: str) -> dict[str, Any]:
 def schema_problems(document: Document, name: str) -> list[Problem]:
     """Return every violation in the order in which the file shows them; of a flood, the beginning."""
     errors = _Validator(schema(name)).iter_errors(document.value)
-    leaves = list(islice((leaf for error in errors for leaf in _leaves(error)), _MOST_PROBLEMS))
+    leaves = list(islice((leaf for error in errors for leaf in _leaves(error)), _MAX_PROBLEMS))
     leaves.sort(key=lambda error: document.offsets.get(tuple(error.absolute_path), 0))
-    return list(islice((problem for error in leaves for problem in _problems(document, error)), _MOST_PROBLEMS))
+    return list(islice((problem for error in leaves for problem in _problems(document, error)), _MAX_PROBLEMS))
 
 
 def _leaves(error: ValidationError) -> Iterator[ValidationError]:

@@ -18,13 +18,13 @@ from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.gradient_flags import Flags, FrozenNames, GradientFlags
 from pipeline.system.accelerators import constant
-from pipeline.system.seeding import key_generators
-from pipeline.training.buffers import StepBuffers, kept_buffers
+from pipeline.system.seeding import seed_generators
+from pipeline.training.buffers import StepBuffers, preserved_buffers
 from pipeline.training.engines.reduction import BatchSums, nothing
 from pipeline.training.rank_differences import refuse_differences
-from pipeline.training.step_plan import Turn
+from pipeline.training.step_plan import BatchAssignment
 
-_MOST_CONSTANTS = 256
+_MAX_CONSTANTS = 256
 # Where a message says that flags have changed: after health, stop and commit.
 _NEW_FLAGS = 3
 # The types of which one kernel computes all norms in float32.
@@ -45,7 +45,7 @@ Roots = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StepRequests:
     """What this rank would like all ranks to do after the step."""
 
     stop: bool = False
@@ -53,7 +53,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepOutcome:
     """What all ranks know after a step, without having asked each other again."""
 
     skipped: bool
@@ -146,14 +146,14 @@ class GradientEngine(ABC):
             self._use_wait()
 
     def _use_wait(self) -> None:
-        # Whoever was asked to stop has no time for what nobody will need.
-        if not self._wishes.stop:
+        # Skip prefetching once a stop was requested.
+        if not self._requests.stop:
             self._action()
 
     def begin_step(self, num_batches: int) -> None:
         """Get ready for a step of so many batches on all ranks together."""
         self._buffers.begin_step(num_batches)
-        self._wishes, self._finite = Wishes(), list[torch.Tensor]()
+        self._requests, self._finite = StepRequests(), list[torch.Tensor]()
         self._trained = self._flags.now()
         self._has_new_flags, self._has_compared_flags = self._trained != self._reduced, False
         self._unfrozen = self._newly_trained() if self._has_new_flags else []
@@ -172,23 +172,23 @@ class GradientEngine(ABC):
             )
         return unfrozen
 
-    def backward(self, turn: Turn, compute: Compute, wishes: Wishes | None) -> None:
-        """Add the gradients of one batch of the step; the rank's last batch brings its wishes."""
-        self._add(compute, wishes)
-        self._buffers.after_batch(turn)
+    def backward(self, assignment: BatchAssignment, compute: Compute, requests: StepRequests | None) -> None:
+        """Add the gradients of one batch of the step; the rank's last batch brings its requests."""
+        self._add(compute, requests)
+        self._buffers.after_batch(assignment)
 
-    def stand_in(self, compute: Compute, wishes: Wishes | None) -> None:
+    def stand_in(self, compute: Compute, requests: StepRequests | None) -> None:
         """Run a batch that another rank counts, because all ranks must run the same modules."""
-        with kept_buffers(self._experiment.components.trained_modules.values()):
-            self._add(compute, wishes)
+        with preserved_buffers(self._experiment.components.trained_modules.values()):
+            self._add(compute, requests)
 
-    def join_without_batch(self, wishes: Wishes) -> None:
+    def join_without_batch(self, requests: StepRequests) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
-        self._add(lambda: BatchLosses([], [], []), wishes)
+        self._add(lambda: BatchLosses([], [], []), requests)
 
-    def _add(self, compute: Compute, wishes: Wishes | None) -> None:
-        self._wishes = wishes or self._wishes
-        self._backward(compute, is_last=wishes is not None)
+    def _add(self, compute: Compute, requests: StepRequests | None) -> None:
+        self._requests = requests or self._requests
+        self._backward(compute, is_last=requests is not None)
         if self._flags.now() != self._trained:
             self._undo_flags()
 
@@ -228,7 +228,7 @@ class GradientEngine(ABC):
 
     def _message(self, used: list[bool]) -> torch.Tensor:
         """Return a rank's message; but for the sums that must be finite, almost all steps say the same."""
-        values = (0.0, self._wishes.stop, self._wishes.commit, self._has_new_flags, *used)
+        values = (0.0, self._requests.stop, self._requests.commit, self._has_new_flags, *used)
         message = _constant(values, self._processes.device).clone()
         health = message[0]
         for total in self._finite:
@@ -240,7 +240,7 @@ class GradientEngine(ABC):
         """Tell of each weight whether a batch of this rank has given it a gradient."""
         return [weight.grad is not None for weight in self._weights]
 
-    def finish_step(self, key: tuple[Hashable, ...]) -> Verdict:
+    def finish_step(self, key: tuple[Hashable, ...]) -> StepOutcome:
         """Apply the reduced gradients, or skip the step if anything was not finite; the same on every rank.
 
         What an optimizer draws follows from ``key``: the ranks have run, and loaded, different batches by then.
@@ -251,24 +251,24 @@ class GradientEngine(ABC):
         if self.scaler.is_enabled():
             for optimizer in self._optimizers_with_gradients():
                 self.scaler.unscale_(optimizer)
-        verdict = self._judge(message)
+        outcome = self._judge(message)
         # Weights that no rank has used have lost the gradients that the reduction gave them; one process gives none.
         stepping = self._optimizers_with_gradients()
         if self._updates_draw:
-            key_generators(*key)
-        if not verdict.skipped:
-            self._clip(verdict.norm)
+            seed_generators(*key)
+        if not outcome.skipped:
+            self._clip(outcome.norm)
             for optimizer in stepping:
                 # Not scaler.step, which waits for the device: all ranks know that the gradients are finite.
                 optimizer.step()
         if self.scaler.is_enabled():
             # A step that used no weight keeps the scale.
             self.scaler.update(None if stepping else self.scaler.get_scale())
-        self._buffers.end_step(skipped=verdict.skipped)
+        self._buffers.end_step(skipped=outcome.skipped)
         self._forget()
         if self._has_new_flags:
             self._set_up(self._trained)
-        return verdict
+        return outcome
 
     def _optimizers_with_gradients(self) -> list[torch.optim.Optimizer]:
         named = self._experiment.optimizers.items()
@@ -305,7 +305,7 @@ class GradientEngine(ABC):
         for weight, count in zip(weights, counts, strict=True):
             weight.grad = weight.grad if count else None
 
-    def _judge(self, message: torch.Tensor) -> Verdict:
+    def _judge(self, message: torch.Tensor) -> StepOutcome:
         owners = self._gradients()
         norms = _norms([gradient for _, gradient in owners])
         self._while_device_works()
@@ -318,7 +318,7 @@ class GradientEngine(ABC):
             values[name].append(value)
         by_optimizer = {name: math.hypot(*own) for name, own in values.items()}
         is_finite = all(math.isfinite(value) for value in by_optimizer.values())
-        return Verdict(
+        return StepOutcome(
             skipped=not (is_finite and health == 0),
             overflowed=health == 0 and not is_finite and self.scaler.is_enabled() and self.scaler.get_scale() > 1,
             stop=stop > 0,
@@ -380,7 +380,7 @@ def _gradient(loss: torch.Tensor, share: float, scale: torch.Tensor | None) -> t
     return (scale * share).to(loss.dtype).expand(loss.shape)
 
 
-@lru_cache(maxsize=_MOST_CONSTANTS)
+@lru_cache(maxsize=_MAX_CONSTANTS)
 def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Return numbers as a tensor, which nobody may change: most steps need the same as the one before."""
     return constant(values, device)

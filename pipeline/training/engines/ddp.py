@@ -134,7 +134,7 @@ class DdpEngine(GradientEngine):
     def _begin_sum(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Begin to average a bucket over the ranks; DDP is told that this was done."""
         buffer = bucket.buffer()
-        self._sums_under_way.append(self._processes.begin_sum(buffer.mul_(1 / self._processes.world_size)))
+        self._sums_under_way.append(self._processes.all_reduce_async(buffer.mul_(1 / self._processes.world_size)))
         done = Future[torch.Tensor]()
         done.set_result(buffer)
         return done

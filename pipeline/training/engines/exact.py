@@ -66,7 +66,7 @@ class ExactEngine(GradientEngine):
 
     def _reduce(self) -> torch.Tensor:
         message = self._message(self._used[: len(self._weights)])
-        wait = self._processes.begin_sum(message)
+        wait = self._processes.all_reduce_async(message)
         for weight, gradient in zip(self._weights, self._sums.total(self._while_ranks_wait), strict=True):
             weight.grad = gradient
         wait()

@@ -36,7 +36,7 @@ class BatchSums(Protocol):
 
 
 def nothing() -> None:
-    """What is done in waits when nobody wants to use them."""
+    """Do nothing while waiting."""
 
 
 class PlainSums:
@@ -121,7 +121,7 @@ class TreeSums:
         held = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
         sent = self._packed(bucket, own, slot)
         received = self._scratch("received", slot, sum(map(len, held)), sent)
-        wait = self._processes.begin_exchange(sent, received, [len(branches) for branches in held])
+        wait = self._processes.all_to_all_async(sent, received, [len(branches) for branches in held])
         yield
         wait()
         sums = Branches[torch.Tensor](torch.Tensor.add_)
@@ -131,7 +131,7 @@ class TreeSums:
         part = self._scratch("part", slot, world_size, sent).copy_(sums.root())
         whole = self._in_place(bucket, totals)
         whole = self._scratch("whole", slot, world_size, sent) if whole is None else whole
-        wait = self._processes.begin_exchange(part, whole, [1] * world_size)
+        wait = self._processes.all_to_all_async(part, whole, [1] * world_size)
         yield
         wait()
         self._unpack(bucket, whole.view(-1), totals)
@@ -180,7 +180,7 @@ class TreeSums:
 
 
 def _advance(running: deque[Iterator[None]]) -> None:
-    """Let each of the running sums go one step on, the youngest first, whose rows then travel meanwhile."""
+    """Advance every in-flight bucket by one phase, newest first, to overlap communication."""
     is_done = False
     for one in reversed(running):
         is_done = bool(next(one, True))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.lifecycle.mode import look
+from pipeline.lifecycle.mode import inspect_results
 from pipeline.monitoring.launch_record import record_launch
 from pipeline.paths import ExperimentPaths
 from pipeline.store import lock as lock_module
@@ -100,7 +100,7 @@ def test_request_made_as_soon_as_a_run_is_alive_is_obeyed(
         assert call(paths.home, "stop", "tiny") == 0
 
     monkeypatch.setattr(RunLock, "acquire", acquire_and_be_asked)
-    stood = look(paths).progress
+    stood = inspect_results(paths).progress
     assert run_inside(paths.home, "--resume") == stood
     assert "(stop request)" in capsys.readouterr().out
 

@@ -37,7 +37,7 @@ def test_without_torchrun_nothing_is_joined() -> None:
     assert (joined.rank, joined.world_size, joined.has_launcher) == (0, 1, False)
 
 
-@pytest.mark.parametrize("act", ["on_rank_zero", "together"])
+@pytest.mark.parametrize("act", ["on_rank_zero", "on_all_ranks"])
 def test_refusal_is_marked_as_shared(act: str) -> None:
     """Every rank has the refusal, so that rank zero alone tells it."""
     with pytest.raises(StateConflict) as raised:
@@ -45,14 +45,14 @@ def test_refusal_is_marked_as_shared(act: str) -> None:
     assert raised.value.is_shared
 
 
-@pytest.mark.parametrize("act", ["on_rank_zero", "together"])
+@pytest.mark.parametrize("act", ["on_rank_zero", "on_all_ranks"])
 def test_other_exceptions_are_left_as_they_are(act: str) -> None:
     """A bug is not a refusal: it ends its own process with a traceback."""
     with pytest.raises(ZeroDivisionError):
         getattr(Processes(), act)(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("act", ["on_rank_zero", "together"])
+@pytest.mark.parametrize("act", ["on_rank_zero", "on_all_ranks"])
 def test_answer_comes_back(act: str) -> None:
     """What an action returns is what every rank gets."""
     assert getattr(Processes(), act)(lambda: 42) == 42

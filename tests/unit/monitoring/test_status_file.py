@@ -56,7 +56,7 @@ def test_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatc
     for epoch in range(3):
         status.write(epoch=epoch)
     assert len(warnings) == 1
-    assert "Training goes on" in warnings[0]
+    assert "Training continues" in warnings[0]
 
 
 def test_update_is_due_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.paths import ExperimentPaths
-from pipeline.report.data import tell
+from pipeline.report.data import collect
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside
 
@@ -25,7 +25,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPaths:
 
 def test_story_has_every_recorded_curve(resumed: ExperimentPaths) -> None:
     """Registers of both splits and every step, rates, norms, weights, times and memory are there."""
-    curves = tell(resumed)["curves"]
+    curves = collect(resumed)["curves"]
     assert {name: len(series["y"]) for name, series in curves["val"].items()} == dict.fromkeys(curves["steps"], 4)
     assert curves["train"]["loss_a"]["x"] == [1, 2, 3]
     assert curves["steps"]["loss_a"]["x"][-1] == 3
@@ -39,7 +39,7 @@ def test_story_has_every_recorded_curve(resumed: ExperimentPaths) -> None:
 
 def test_story_tells_starts_and_their_places(resumed: ExperimentPaths) -> None:
     """The first start was stopped, the second began where it ended, and the best epoch is known."""
-    story = tell(resumed)
+    story = collect(resumed)
     assert [(start["outcome"], start["epoch"]) for start in story["starts"]] == [("stopped", 0), ("finished", 1)]
     assert story["state"] == "finished"
     assert story["best"]["values"].keys() == {"loss_a", "loss_b", "error"}
@@ -50,7 +50,7 @@ def test_story_tells_starts_and_their_places(resumed: ExperimentPaths) -> None:
 def test_story_is_json_and_touches_nothing(resumed: ExperimentPaths) -> None:
     """It can be embedded as it is, and telling it changes no file."""
     before = {path: path.stat().st_mtime_ns for path in resumed.home.rglob("*")}
-    json.dumps(tell(resumed), allow_nan=False)
+    json.dumps(collect(resumed), allow_nan=False)
     assert {path: path.stat().st_mtime_ns for path in resumed.home.rglob("*")} == before
 
 
@@ -58,18 +58,18 @@ def test_resume_inside_an_epoch_has_its_place(home: Path) -> None:
     """A start from step 2 of 5 stands at two fifths of the epoch."""
     run_inside(home, "--stop-after-epoch", "1")
     paths = ExperimentPaths(home, "tiny")
-    num_steps = round(1 / tell(paths)["curves"]["rates"]["heads/heads"]["x"][0])
+    num_steps = round(1 / collect(paths)["curves"]["rates"]["heads/heads"]["x"][0])
     said = {"from": {"stage": "training", "epoch": 2, "step": 2}}
     paths.starts_file.write_text(paths.starts_file.read_text() + json.dumps(said) + "\n")
-    assert tell(paths)["starts"][1]["epoch"] == pytest.approx(1 + 2 / num_steps, abs=1e-4)
+    assert collect(paths)["starts"][1]["epoch"] == pytest.approx(1 + 2 / num_steps, abs=1e-4)
 
 
 def test_many_series_share_the_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many series there are, the page stays small."""
     run_inside(home, "--stop-after-epoch", "1")
-    monkeypatch.setattr("pipeline.report.data._MOST_SERIES", 1)
+    monkeypatch.setattr("pipeline.report.data._MAX_SERIES", 1)
     monkeypatch.setattr("pipeline.report.data._FEWEST_POINTS", 2)
-    assert len(tell(ExperimentPaths(home, "tiny"), 40)["curves"]["rates"]["heads/heads"]["x"]) == 2
+    assert len(collect(ExperimentPaths(home, "tiny"), 40)["curves"]["rates"]["heads/heads"]["x"]) == 2
 
 
 def test_story_of_an_experiment_whose_state_is_damaged(home: Path) -> None:
@@ -78,7 +78,7 @@ def test_story_of_an_experiment_whose_state_is_damaged(home: Path) -> None:
     paths = ExperimentPaths(home, "tiny")
     paths.state_file.write_text("{}")
     (paths.results / "settings/training.json").write_text("{")
-    story = tell(paths)
+    story = collect(paths)
     assert (story["place"], story["best"], story["state"]) == (None, None, "stopped")
     assert len(story["curves"]["val"]["loss_a"]["y"]) == 2
     assert "training.seed" not in story["settings"]

@@ -95,5 +95,5 @@ def test_whatever_goes_wrong_is_a_warning(home: Path, monkeypatch: pytest.Monkey
     def fails(*arguments: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("pipeline.report.page.tell", fails)
+    monkeypatch.setattr("pipeline.report.page.collect", fails)
     assert leave_report(ExperimentPaths(home, "tiny")) is None

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pipeline.monitoring.curves import Curve
-from pipeline.report.series import MOST_POINTS, series, shortened
+from pipeline.report.series import MAX_POINTS, series, shortened
 
 
 def curve_of(values: list[float]) -> Curve:
@@ -32,7 +32,7 @@ def test_long_curves_keep_every_peak() -> None:
     values = [math.sin(place / 1e5) for place in range(1_000_000)]
     values[123_456], values[777_777] = 50.0, -50.0
     found = series(curve_of(values))
-    assert len(found["y"]) <= MOST_POINTS
+    assert len(found["y"]) <= MAX_POINTS
     points = dict(zip(found["x"], found["y"], strict=True))
     assert (points[123456.0], points[777777.0], points[0.0]) == (50.0, -50.0, 0.0)
     assert found["x"][-1] == 999999

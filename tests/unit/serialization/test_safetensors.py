@@ -51,10 +51,10 @@ def test_what_safetensors_saves_is_read(tmp_path: Path, dtype: torch.dtype) -> N
         ({"a": _WHOLE, "b": _WHOLE}, "overlap or leave gaps"),
         ({"a": {**_WHOLE, "shape": [5], "data_offsets": [4, 24]}}, "overlap or leave gaps"),
         ({}, "claim 0 bytes, but it has 24"),
-        ([], "no list of tensors"),
-        (b'{"a": 1, "a": 2}', "no JSON that makes sense"),
-        (b"[" * 100_000, "no JSON that makes sense"),
-        (b"\xff\xfe", "no JSON that makes sense"),
+        ([], "not a list of tensors"),
+        (b'{"a": 1, "a": 2}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
     ],
 )
 def test_header_that_lies_is_refused(tmp_path: Path, header: Any, said: str) -> None:

@@ -92,7 +92,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative": (lambda index: index["tensors"][0]["pieces"][0].__setitem__(3, -1), "without a proper shape"),
     "elsewhere": (lambda index: index["tensors"][0]["pieces"][0].__setitem__(2, "../x"), "which is not there"),
     "cut off": (lambda index: index["tensors"][0]["pieces"][0].__setitem__(3, 10**9), "is cut off"),
-    "no tensor": (lambda index: index["tensors"][0].update(dtype="Tensor"), "is no tensor"),
+    "no tensor": (lambda index: index["tensors"][0].update(dtype="Tensor"), "is not a tensor"),
     "twice": (lambda index: index["tensors"].append(index["tensors"][0]), "names a tensor twice"),
     "again and again": (
         lambda index: index["tensors"].extend({**index["tensors"][0], "path": [f"{n}"]} for n in range(1000)),

@@ -155,7 +155,7 @@ def test_odd_entries_are_refused(
     entry.external_attr = mode << 16
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(entry, b"")
-    assert "no plain file" in refusal(load, path)
+    assert "not a plain file" in refusal(load, path)
 
 
 @pytest.mark.parametrize(("load", "fixture"), [(load_tensors, "tensors"), (load_arrays, "arrays")])

@@ -14,8 +14,8 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.store.background_commit import Commits
 from pipeline.store.lock import RunLock
-from pipeline.store.store import ResultsStore, peek
-from pipeline.system.disk import Changes, Disk, behind, bytes_writer
+from pipeline.store.store import ResultsStore, read_current_manifest
+from pipeline.system.disk import Changes, Disk, bytes_writer, low_priority_executor
 
 
 class SlowDisk(Disk):
@@ -67,10 +67,10 @@ def test_loop_goes_on_while_a_commit_is_written(commits: Commits, disk: SlowDisk
     """Submitting returns at once; waiting returns when the commit is there."""
     submit(commits, 1)
     commits.poll()
-    assert peek(paths) is None
+    assert read_current_manifest(paths) is None
     disk.may_go.set()
     commits.wait()
-    assert peek(paths).progress.epoch == 1  # type: ignore[union-attr]
+    assert read_current_manifest(paths).progress.epoch == 1  # type: ignore[union-attr]
 
 
 def test_what_follows_a_commit_happens_once_it_is_there(commits: Commits, disk: SlowDisk) -> None:
@@ -92,7 +92,7 @@ def test_next_commit_waits_for_the_one_before(commits: Commits, disk: SlowDisk, 
     threading.Timer(0.2, disk.may_go.set).start()
 
     def changes() -> Changes:
-        found = peek(paths)
+        found = read_current_manifest(paths)
         taken.append(found.generation if found else None)
         return Changes()
 
@@ -111,13 +111,13 @@ def test_failed_commit_surfaces_at_the_next_question(commits: Commits, disk: Slo
     commits.close()
     with pytest.raises(PipelineError, match="No space left"):
         commits.poll()
-    assert peek(paths).progress.epoch == 1  # type: ignore[union-attr]
+    assert read_current_manifest(paths).progress.epoch == 1  # type: ignore[union-attr]
 
 
 def test_what_is_done_behind_the_training_gives_way_to_it() -> None:
     """The thread has a lower priority than the process; the process keeps its own."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    thread = behind("test")
+    thread = low_priority_executor("test")
     niceness = thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
     thread.shutdown()
     assert niceness == min(19, before + 10)

@@ -11,11 +11,11 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import EVALUATION, FINISHED, TRAINING, Progress
 from pipeline.store.manifest import Entry, Manifest
 from pipeline.store.weight_pools import (
+    CommitSuperseded,
     HeldFiles,
-    Overtaken,
     epoch_of,
-    hold_together,
     newest_commit,
+    open_commit_on_all_ranks,
     pool_entries,
     steps_of,
 )
@@ -49,12 +49,12 @@ def test_commit_that_overtakes_the_opening_is_read_instead(paths: ExperimentPath
         entries = [entry for files in pool_entries(paths, manifest, "last").values() for entry in files.values()]
         if len(seen) == 1:
             run_inside(paths.home, "--resume", "--stop-after-epoch", "2")
-            with pytest.raises(Overtaken):
+            with pytest.raises(CommitSuperseded):
                 HeldFiles(paths, manifest, [manifest.files["optim_ckps/trunk.pt"], *entries])
             entries.append(manifest.files["optim_ckps/trunk.pt"])
         return entries
 
-    with hold_together(paths, Processes(), choose) as (manifest, held):
+    with open_commit_on_all_ranks(paths, Processes(), choose) as (manifest, held):
         assert manifest.generation == seen[-1] > seen[0]
         assert held.state(pool_entries(paths, manifest, "last")["trunk"])
 

@@ -67,7 +67,7 @@ def test_log_file_is_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_log_file_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training goes on without a log file."""
+    """Training continues without a log file."""
     (tmp_path / "file").touch()
     start_console("run", is_rank_zero=True)
     start_file("run", tmp_path / "file/train.log")

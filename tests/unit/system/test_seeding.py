@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.system.seeding import key_generators, keyed_permutation, set_deterministic
+from pipeline.system.seeding import keyed_permutation, seed_generators, set_deterministic
 
 
 def draws(*key: object) -> tuple[float, float, float]:
     """Return the first draw of python, numpy and torch after setting a key."""
-    key_generators(*key)
+    seed_generators(*key)
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
@@ -45,7 +45,7 @@ def test_neighbouring_keys_are_not_correlated() -> None:
     """Counting up an epoch does not shift the series by one."""
     series = []
     for epoch in range(20):
-        key_generators(0, epoch)
+        seed_generators(0, epoch)
         series.append(torch.rand(50))
     assert all(abs(torch.corrcoef(torch.stack([left, right]))[0, 1]) < 0.7 for left, right in pairwise(series))
 

@@ -100,7 +100,7 @@ def test_terminal_that_breaks_is_one_warning(monkeypatch: pytest.MonkeyPatch) ->
             bar.advance()
     terminal.error = None
     assert bar._done == 100
-    assert warnings == ["The progress bar is gone: [Errno 32] Broken pipe. Training goes on."]
+    assert warnings == ["The progress bar is gone: [Errno 32] Broken pipe. Training continues."]
 
 
 @pytest.mark.parametrize("ending", ["closed", "hung up"])

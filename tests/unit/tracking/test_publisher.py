@@ -19,7 +19,7 @@ from pipeline.tracking.publisher import Publisher
 NUM_STEPS = 4
 
 
-class Witness(BaseTracker):
+class StepObserver(BaseTracker):
     """Keeps what it is handed; has lost everything from a step on."""
 
     def __init__(self, lost: int | None = None) -> None:
@@ -77,7 +77,7 @@ def finished_epochs(home: Path, num_epochs: int) -> Records:
 
 def test_each_committed_value_is_sent_once(tmp_path: Path) -> None:
     """Steps are sent with the commit that holds them, epochs once they are complete."""
-    records, tracker = empty_records(), Witness()
+    records, tracker = empty_records(), StepObserver()
     publisher = publisher_of(tmp_path, records, tracker)
     train(records, 1.0, 2)
     publisher.send(publisher.collect(1))
@@ -93,7 +93,7 @@ def test_each_committed_value_is_sent_once(tmp_path: Path) -> None:
 
 def test_steps_of_epochs_stand_behind_one_another(tmp_path: Path) -> None:
     """Step i of epoch n has the place (n - 1) * num_steps + i."""
-    records, tracker = empty_records(), Witness()
+    records, tracker = empty_records(), StepObserver()
     publisher = publisher_of(tmp_path, records, tracker)
     for epoch in (1, 2):
         publisher.begin_epoch()
@@ -107,7 +107,7 @@ def test_steps_of_epochs_stand_behind_one_another(tmp_path: Path) -> None:
 
 def test_register_without_items_has_no_point(tmp_path: Path) -> None:
     """A step that had nothing for a register is no point of value zero."""
-    records, tracker = empty_records(), Witness()
+    records, tracker = empty_records(), StepObserver()
     records.add_step_rates({"main": {"all": 0.1}}, {"main": 1.0}, False)
     records.add_step_losses(np.asarray([0.0]), [0])
     train(records, 3.0)
@@ -118,7 +118,7 @@ def test_register_without_items_has_no_point(tmp_path: Path) -> None:
 
 def test_resumed_run_sends_the_running_epoch_again(tmp_path: Path) -> None:
     """A run killed after its commit but before publishing is completed by the next one, from a step it announces."""
-    records, tracker = finished_epochs(tmp_path, 2), Witness()
+    records, tracker = finished_epochs(tmp_path, 2), StepObserver()
     publisher = publisher_of(tmp_path, records, tracker, epoch=2)
     publisher.resume(2)
     assert tracker.runs[0].first_step == 5
@@ -129,7 +129,7 @@ def test_resumed_run_sends_the_running_epoch_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", range(10))
 def test_tracker_gets_what_it_has_lost_of_finished_epochs(tmp_path: Path, lost: int) -> None:
     """From the step that it names, every point is handed over in order, whichever epoch it is in."""
-    records, tracker = finished_epochs(tmp_path, 3), Witness(lost)
+    records, tracker = finished_epochs(tmp_path, 3), StepObserver(lost)
     publisher = publisher_of(tmp_path, records, tracker, epoch=3)
     publisher.resume(3)
     expected = list(range(max(1, min(lost, 9)), 13))
@@ -141,7 +141,7 @@ def test_tracker_gets_what_it_has_lost_of_finished_epochs(tmp_path: Path, lost: 
 
 def test_images_are_shown_with_the_commit_of_their_evaluation(tmp_path: Path) -> None:
     """Images that lie in the logs of an evaluation that is not committed are not shown."""
-    records, tracker = empty_records(), Witness()
+    records, tracker = empty_records(), StepObserver()
     publisher = publisher_of(tmp_path, records, tracker)
     publisher.keep_images(0, lambda: {"a/odd name: ½/x": b"0"})
     publisher.keep_images(1, lambda: {"a/y": b"1"})
@@ -152,7 +152,7 @@ def test_images_are_shown_with_the_commit_of_their_evaluation(tmp_path: Path) ->
 
 def test_lost_images_are_shown_again(tmp_path: Path) -> None:
     """They are read from the logs, with the points of their epoch."""
-    records, tracker = finished_epochs(tmp_path, 2), Witness(0)
+    records, tracker = finished_epochs(tmp_path, 2), StepObserver(0)
     ImageFolder(ExperimentPaths(tmp_path, "tiny").images).write(1, {"a/y": b"1"})
     publisher_of(tmp_path, records, tracker, epoch=2)
     assert tracker.images == [Image("images/a/y", 4, b"1")]
@@ -165,7 +165,7 @@ def test_tracker_that_fails_is_left_behind(tmp_path: Path, method: str, capsys: 
     def fail(*arguments: Any) -> None:
         raise ConnectionError("nobody there")
 
-    broken, working = Witness(), Witness()
+    broken, working = StepObserver(), StepObserver()
     setattr(broken, method, fail)
     start_console("tiny", is_rank_zero=True)
     records = empty_records()

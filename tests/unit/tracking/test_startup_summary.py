@@ -31,7 +31,7 @@ def test_first_lines_introduce_the_run(home: Path, capsys: pytest.CaptureFixture
         "training pipeline",
         "processes: 1 on cpu",
         f"data home: {home}",
-        "state: starts",
+        "state: new run",
         "learning rates of heads: heads 2.000e-02",
         "dataset a: train 40, val 10 points, batches of 4",
     )
@@ -46,7 +46,7 @@ def block(home: Path, processes: Processes, doubt: str = "", **training: object)
     paths.results.mkdir(parents=True, exist_ok=True)
     settings = parse_settings(read_checked_contents(paths.settings, ()))
     experiment = assemble(paths.settings / "pymodules", settings, torch.device("cpu"))
-    return list(first_block(paths, processes, experiment, "starts", doubt))
+    return list(first_block(paths, processes, experiment, "new run", doubt))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
-from pipeline.training.buffers import StepBuffers, kept_buffers
+from pipeline.training.buffers import StepBuffers, preserved_buffers
 from pipeline.training.engines.reduction import PlainSums, TreeSums
-from pipeline.training.step_plan import Place, SplitShape, Turn
+from pipeline.training.step_plan import BatchAssignment, BatchRef, SplitShape
 
 
 class Operations(TorchDispatchMode):
@@ -47,8 +47,8 @@ class Remembering(nn.Module):
         self.cache = torch.full((3,), value)
 
 
-def turn(position: int, dataset: str = "points") -> Turn:
-    return Turn(position, Place(SplitShape(dataset, num_points=8, batch_size=2, point_size=1), position))
+def assignment(position: int, dataset: str = "points") -> BatchAssignment:
+    return BatchAssignment(position, BatchRef(SplitShape(dataset, num_points=8, batch_size=2, point_size=1), position))
 
 
 def new_buffers(module: nn.Module, sums: Any = TreeSums) -> StepBuffers:
@@ -60,10 +60,10 @@ def test_first_batch_to_change_a_buffer_decides() -> None:
     module = Remembering()
     buffers, original = new_buffers(module), module.running
     buffers.begin_step(3)
-    buffers.after_batch(turn(0))
+    buffers.after_batch(assignment(0))
     for position, value in ((1, 4.0), (2, 9.0)):
         module.see(value)
-        buffers.after_batch(turn(position))
+        buffers.after_batch(assignment(position))
         assert module.running.tolist() == [0.0, 0.0]
         assert module.count == 0
     buffers.end_step(skipped=False)
@@ -78,11 +78,11 @@ def test_batch_that_writes_nothing_decides_nothing() -> None:
     buffers = new_buffers(module)
     for _ in range(2):
         buffers.begin_step(3)
-        buffers.after_batch(turn(0, "other"))
+        buffers.after_batch(assignment(0, "other"))
         for position in (1, 2):
             # Writes through .data do not show in the tensor's version.
             module.running.data.add_(position)
-            buffers.after_batch(turn(position))
+            buffers.after_batch(assignment(position))
         buffers.end_step(skipped=False)
     assert module.running.tolist() == [2.0, 2.0]
 
@@ -93,10 +93,10 @@ def test_constant_buffers_are_copied_once() -> None:
     module.register_buffer("mask", torch.ones(3))
     buffers = new_buffers(module)
     buffers.begin_step(1)
-    buffers.after_batch(turn(0))
+    buffers.after_batch(assignment(0))
     with Operations() as seen:
         buffers.begin_step(1)
-        buffers.after_batch(turn(0))
+        buffers.after_batch(assignment(0))
     assert seen.names == []
 
 
@@ -109,7 +109,7 @@ def test_buffer_that_changes_its_shape_is_refused() -> None:
     module[0].bank = torch.ones(4, 2)
     expected = r"modules/net.py: buffer '0.bank' must keep its shape .* from \(0, 2\) .* to \(4, 2\)"
     with pytest.raises(PipelineError, match=expected):
-        buffers.after_batch(turn(0))
+        buffers.after_batch(assignment(0))
 
 
 def test_skipped_step_leaves_no_trace() -> None:
@@ -120,7 +120,7 @@ def test_skipped_step_leaves_no_trace() -> None:
     buffers.begin_step(1)
     module[0].see(1.0)  # type: ignore[operator]
     module[1](torch.randn(4, 2))
-    buffers.after_batch(turn(0))
+    buffers.after_batch(assignment(0))
     buffers.end_step(skipped=True)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
@@ -134,7 +134,7 @@ def test_batchnorm_takes_the_mean_over_the_batches_that_used_it(sums: Any) -> No
     for position, mean in enumerate((1.0, None, 3.0)):
         if mean is not None:
             layer(torch.tensor([[mean - 1], [mean + 1]]))
-        buffers.after_batch(turn(position))
+        buffers.after_batch(assignment(position))
     buffers.end_step(skipped=False)
     assert layer.running_mean is not None
     assert layer.num_batches_tracked is not None
@@ -145,7 +145,7 @@ def test_batchnorm_takes_the_mean_over_the_batches_that_used_it(sums: Any) -> No
 def test_kept_buffers_come_back() -> None:
     """Inside the block a module may do what it wants to its buffers."""
     module = Remembering()
-    with kept_buffers([module]):
+    with preserved_buffers([module]):
         module.see(3.0)
     assert module.running.tolist() == [0.0, 0.0]
     assert module.count == 0

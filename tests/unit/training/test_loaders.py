@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from pipeline.experiment.pymodules.definitions import LoaderArguments
-from pipeline.training.loaders import Ahead, KeyedDataset, Loader, to_device
+from pipeline.training.loaders import KeyedDataset, Loader, Prefetcher, to_device
 from pipeline.training.step_plan import PlannedBatch
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_worker_ends_with_its_process() -> None:
 def test_next_batch_can_be_loaded_before_it_is_asked_for() -> None:
     """Loading ahead changes neither the order nor the number of batches."""
     loaded: list[int] = []
-    ahead = Ahead(loaded.append(number) or number for number in range(3))  # type: ignore[func-returns-value]
+    ahead = Prefetcher(loaded.append(number) or number for number in range(3))  # type: ignore[func-returns-value]
     ahead.load()
     ahead.load()
     assert loaded == [0]
@@ -152,7 +152,7 @@ def test_next_batch_can_be_loaded_before_it_is_asked_for() -> None:
 
 def test_error_of_a_batch_that_is_loaded_ahead_is_raised_when_it_is_asked_for() -> None:
     """The step that is under way meanwhile is not disturbed."""
-    ahead = Ahead(1 // number for number in (1, 0))
+    ahead = Prefetcher(1 // number for number in (1, 0))
     assert next(ahead) == 1
     ahead.load()
     with pytest.raises(ZeroDivisionError):
@@ -161,7 +161,7 @@ def test_error_of_a_batch_that_is_loaded_ahead_is_raised_when_it_is_asked_for() 
 
 def test_time_of_loading_counts_whenever_it_is_done() -> None:
     """Ahead or when it is asked for: what loading takes is known."""
-    ahead = Ahead(iter(range(2)))
+    ahead = Prefetcher(iter(range(2)))
     ahead.load()
     after_first = ahead.seconds
     assert after_first > 0

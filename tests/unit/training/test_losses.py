@@ -10,14 +10,14 @@ import torch
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
-from pipeline.training.losses import LossLedger, checked_losses
+from pipeline.training.losses import LossAccumulator, checked_losses
 
 REGISTERS = ("loss", "error")
 
 
-def ledger() -> LossLedger:
+def ledger() -> LossAccumulator:
     """Return an empty ledger of one process for steps of up to three batches."""
-    return LossLedger(REGISTERS, 3, Processes())
+    return LossAccumulator(REGISTERS, 3, Processes())
 
 
 def test_totals_are_sums_over_a_steps_batches() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.experiment.pymodules.definitions import LoaderArguments
-from pipeline.training.step_plan import EpochPoints, Place, SplitShape, StepPlan, deal_rounds, evaluation_places
+from pipeline.training.step_plan import BatchRef, EpochPoints, SplitShape, StepPlan, assign_rounds, evaluation_refs
 
 SHAPES = (SplitShape("a", 40, 4, 1), SplitShape("b", 23, 3, 1))
 INDICES = {"a": np.arange(100, 140), "b": np.arange(500, 523)}
@@ -22,7 +22,7 @@ shapes = st.lists(
 ).map(lambda found: [SplitShape(f"d{number}", *one) for number, one in enumerate(found)])
 
 
-def steps_of(plan: StepPlan) -> list[list[Place]]:
+def steps_of(plan: StepPlan) -> list[list[BatchRef]]:
     """Return all steps of a plan."""
     return [plan.step(index) for index in range(len(plan))]
 
@@ -30,7 +30,7 @@ def steps_of(plan: StepPlan) -> list[list[Place]]:
 def points_of(plan: StepPlan, epoch: int, seed: int = 3) -> list[tuple[str, int]]:
     """Return every point of an epoch in the order of the plan."""
     points = EpochPoints(seed, epoch, "train", INDICES, is_shuffled=True)
-    batches = [points.batch(place) for step in steps_of(plan) for place in step]
+    batches = [points.batch(ref) for step in steps_of(plan) for ref in step]
     return [(batch.dataset, index) for batch in batches for index in batch.indices]
 
 
@@ -47,8 +47,8 @@ def test_steps_hold_enough_items_except_the_last(step_min_items: int) -> None:
     """A step takes batches until it holds enough, and not one batch more."""
     *steps, last = steps_of(StepPlan(SHAPES, step_min_items))
     for step in steps:
-        assert sum(place.num_items for place in step) >= step_min_items
-        assert sum(place.num_items for place in step[:-1]) < step_min_items
+        assert sum(ref.num_items for ref in step) >= step_min_items
+        assert sum(ref.num_items for ref in step[:-1]) < step_min_items
     assert last
 
 
@@ -61,7 +61,7 @@ def test_datasets_of_different_size_end_together() -> None:
     """The smaller dataset is spread over the epoch instead of being used up early."""
     steps = steps_of(StepPlan((SplitShape("big", 1000, 5, 1), SplitShape("small", 50, 5, 1)), 50))
     halves = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    assert [sum(place.shape.dataset == "small" for step in half for place in step) for half in halves] == [5, 5]
+    assert [sum(ref.shape.dataset == "small" for step in half for ref in step) for half in halves] == [5, 5]
 
 
 def test_point_size_counts_as_items() -> None:
@@ -69,7 +69,7 @@ def test_point_size_counts_as_items() -> None:
     single, triple = (StepPlan([SplitShape("a", 30, 2, size)], 12) for size in (1, 3))
     assert [len(step) for step in steps_of(single)] == [6, 6, 3]
     assert [len(step) for step in steps_of(triple)] == [2] * 7 + [1]
-    assert sum(place.num_items for step in steps_of(triple) for place in step) == 90
+    assert sum(ref.num_items for step in steps_of(triple) for ref in step) == 90
 
 
 def test_last_batch_may_be_smaller() -> None:
@@ -87,15 +87,15 @@ def test_shape_is_that_of_the_loader_arguments() -> None:
 def test_dataset_without_points_takes_no_part() -> None:
     """An empty split neither blocks the plan nor appears in it."""
     plan = StepPlan([*SHAPES, SplitShape("none", 0, 4, 1)], 14)
-    assert {place.shape.dataset for step in steps_of(plan) for place in step} == {"a", "b"}
+    assert {ref.shape.dataset for step in steps_of(plan) for ref in step} == {"a", "b"}
 
 
 @pytest.mark.parametrize("world_size", range(1, 6))
 def test_ranks_together_have_the_plan(world_size: int) -> None:
     """Whatever the number of processes, each batch belongs to exactly one of them."""
     plan = StepPlan(SHAPES, 14)
-    dealt = Counter(place for rank in range(world_size) for place in plan.places_of(rank, world_size, 0))
-    assert dealt == Counter(place for step in steps_of(plan) for place in step)
+    dealt = Counter(ref for rank in range(world_size) for ref in plan.refs_of(rank, world_size, 0))
+    assert dealt == Counter(ref for step in steps_of(plan) for ref in step)
     assert set(dealt.values()) == {1}
 
 
@@ -112,21 +112,21 @@ def test_every_rank_gets_its_share_of_each_step(world_size: int) -> None:
 def test_rank_beyond_the_batches_gets_none() -> None:
     """More processes than batches leave some without work, but not the plan without batches."""
     plan = StepPlan([SplitShape("a", 6, 2, 1)], 2)
-    assert [len(list(plan.places_of(rank, 3, 0))) for rank in range(3)] == [3, 0, 0]
+    assert [len(list(plan.refs_of(rank, 3, 0))) for rank in range(3)] == [3, 0, 0]
 
 
 @pytest.mark.parametrize("first_step", [0, 1, 3])
 def test_resumed_rank_gets_what_is_left(first_step: int) -> None:
     """From a step on, a rank gets exactly what it would have got without a stop."""
     plan = StepPlan(SHAPES, 14)
-    expected = [place for step in steps_of(plan)[first_step:] for place in step[(len(step) + 1) // 2 :]]
-    assert list(plan.places_of(1, 2, first_step)) == expected
+    expected = [ref for step in steps_of(plan)[first_step:] for ref in step[(len(step) + 1) // 2 :]]
+    assert list(plan.refs_of(1, 2, first_step)) == expected
 
 
 def test_most_batches_is_the_largest_step() -> None:
     """Buffers are made for the step that needs most."""
     plan = StepPlan(SHAPES, 14)
-    assert plan.most_batches == max(len(step) for step in steps_of(plan))
+    assert plan.max_batches == max(len(step) for step in steps_of(plan))
 
 
 def test_same_key_gives_the_same_order() -> None:
@@ -146,33 +146,33 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 def test_datasets_of_one_size_are_shuffled_differently() -> None:
     """The order of one dataset says nothing about that of another."""
     points = EpochPoints(0, 1, "train", {"a": np.arange(50), "b": np.arange(50)}, is_shuffled=True)
-    first, second = (points.batch(Place(SplitShape(name, 50, 50, 1), 0)).indices for name in "ab")
+    first, second = (points.batch(BatchRef(SplitShape(name, 50, 50, 1), 0)).indices for name in "ab")
     assert first != second
 
 
 def test_validation_keeps_its_order() -> None:
     """Nothing is shuffled where nothing is learned."""
     points = EpochPoints(0, 1, "val", INDICES, is_shuffled=False)
-    assert points.batch(Place(SHAPES[0], 1)).indices == (104, 105, 106, 107)
+    assert points.batch(BatchRef(SHAPES[0], 1)).indices == (104, 105, 106, 107)
 
 
 def test_keys_of_all_batches_differ() -> None:
     """No two batches of an experiment draw the same random numbers."""
-    places = [place for step in steps_of(StepPlan(SHAPES, 14)) for place in step]
+    refs = [ref for step in steps_of(StepPlan(SHAPES, 14)) for ref in step]
     both = [
-        EpochPoints(0, epoch, split, INDICES, is_shuffled=False).batch(place).key
+        EpochPoints(0, epoch, split, INDICES, is_shuffled=False).batch(ref).key
         for epoch in (1, 2)
         for split in ("train", "val")
-        for place in places
+        for ref in refs
     ]
-    assert len(set(both)) == 4 * len(places)
+    assert len(set(both)) == 4 * len(refs)
 
 
 def test_evaluation_takes_every_batch_once() -> None:
     """An evaluation walks through all datasets from the first batch to the last."""
-    places = evaluation_places(SHAPES)
-    assert [place.number for place in places] == [*range(10), *range(8)]
-    assert sum(place.num_items for place in places) == 40 + 23
+    refs = evaluation_refs(SHAPES)
+    assert [ref.number for ref in refs] == [*range(10), *range(8)]
+    assert sum(ref.num_items for ref in refs) == 40 + 23
 
 
 @given(shapes, st.integers(1, 80))
@@ -181,9 +181,9 @@ def test_any_datasets_give_a_whole_plan(found: list[SplitShape], step_min_items:
     plan = StepPlan(found, step_min_items)
     steps = steps_of(plan) if any(shape.num_points for shape in found) else []
     for shape in found:
-        numbers = [place.number for step in steps for place in step if place.shape == shape]
+        numbers = [ref.number for step in steps for ref in step if ref.shape == shape]
         assert numbers == list(range(shape.num_batches))
-    assert all(sum(place.num_items for place in step) >= step_min_items for step in steps[:-1])
+    assert all(sum(ref.num_items for ref in step) >= step_min_items for step in steps[:-1])
     assert all(steps)
 
 
@@ -195,8 +195,8 @@ def test_any_datasets_progress_together(found: list[SplitShape]) -> None:
     total = {shape.dataset: shape.num_batches for shape in found}
     largest = max((1 / total[name] for name in done), default=0)
     for step in steps_of(plan) if done else []:
-        for place in step:
-            done[place.shape.dataset] += 1
+        for ref in step:
+            done[ref.shape.dataset] += 1
             fractions = [done[name] / total[name] for name in done]
             assert max(fractions) - min(fractions) <= largest + 1e-12
 
@@ -209,8 +209,8 @@ def test_any_number_of_processes_shares_the_same_plan(
     plan = StepPlan(found, step_min_items)
     if not any(shape.num_points for shape in found):
         return
-    dealt = Counter(place for rank in range(world_size) for place in plan.places_of(rank, world_size, 0))
-    assert dealt == Counter(place for step in steps_of(plan) for place in step)
+    dealt = Counter(ref for rank in range(world_size) for ref in plan.refs_of(rank, world_size, 0))
+    assert dealt == Counter(ref for step in steps_of(plan) for ref in step)
 
 
 @given(shapes, st.integers(1, 40), st.integers(1, 5))
@@ -219,10 +219,10 @@ def test_rounds_keep_ranks_together(found: list[SplitShape], step_min_items: int
     plan = StepPlan(found, step_min_items)
     for index in range(len(plan)):
         batches = list(enumerate(plan.step(index)))
-        dealt = [deal_rounds(batches, rank, world_size) for rank in range(world_size)]
+        dealt = [assign_rounds(batches, rank, world_size) for rank in range(world_size)]
         assert len({len(turns) for turns in dealt}) == 1
         for turns in zip(*dealt, strict=True):
-            assert len({turn.place.shape.dataset for turn in turns}) == 1
-            assert all(turn.place == turns[0].place for turn in turns if turn.is_stand_in)
-        counted = [(turn.position, turn.place) for turns in dealt for turn in turns if not turn.is_stand_in]
+            assert len({turn.ref.shape.dataset for turn in turns}) == 1
+            assert all(turn.ref == turns[0].ref for turn in turns if turn.is_stand_in)
+        counted = [(turn.position, turn.ref) for turns in dealt for turn in turns if not turn.is_stand_in]
         assert sorted(counted, key=lambda one: one[0]) == batches
