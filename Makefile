@@ -46,10 +46,10 @@ check: .venv/installed
 	touch $@
 
 bench: .venv/peers
-	$(BIN)/python -m tests.bench --json bench.json
+	$(BIN)/python -m benchmarks --json bench.json
 
 pictures: .venv/installed
-	$(BIN)/python -m tests.pictures
+	$(BIN)/python -m docs.pictures
 
 clean:
 	rm -rf .venv demo

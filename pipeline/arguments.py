@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -84,12 +85,13 @@ def command_line(experiment: str, home: Path, *words: str) -> str:
     num_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
     several = f" --nnodes={num_machines} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT" if num_machines != "1" else ""
     launcher = f"torchrun{several} --nproc-per-node={nproc}" if nproc else "python"
-    return " ".join([launcher, "training_pipeline.py", experiment, *_home_option(home), *words])
+    return f"{launcher} {shlex.join(['training_pipeline.py', experiment, *_home_option(home), *words])}"
 
 
-def verb_line(verb: str, experiment: str, home: Path, *words: str) -> str:
-    """Return the line that calls a helper verb for an experiment of a data home."""
-    return " ".join(["python -m pipeline", verb, experiment, *words, *_home_option(home)])
+def verb_line(verb: str, experiment: str | None, home: Path, *words: str) -> str:
+    """Return the line that calls a helper verb, for an experiment if one is given, of a data home."""
+    named = [] if experiment is None else [experiment]
+    return f"python -m pipeline {shlex.join([verb, *named, *words, *_home_option(home)])}"
 
 
 def _home_option(home: Path) -> list[str]:

@@ -199,7 +199,7 @@ class _Run:
         if found.is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
         self._store.recover(PersistedParts.is_needed)
-        refuse_changed_datasets(self._paths.name, self._store.current.fingerprints, fingerprints)
+        refuse_changed_datasets(self._paths, self._store.current.fingerprints, fingerprints)
         self._store.set_fingerprints(fingerprints)
         if self._arguments.accept_edited_copy:
             self._store.set_digests(digest_folder(self._paths.results), self._store.current.sources)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_zero
+from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_zero, verb_line
 from pipeline.distributed.peer_monitor import Loss
 from pipeline.distributed.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
 from pipeline.errors import PipelineError
@@ -47,7 +47,7 @@ _SEE_ABOVE = "see the error message above torchrun's own traceback"
 _OUT_OF_MEMORY = (
     "out of memory; fix: lower batch_size in pymodules/dataloaders/*.py (a step keeps its items, which step_min_items",
     "in settings/data_loading.json decides), or set precision to bf16 in settings/training.json. Both are frozen since",
-    "the start: start again with --reset, or make a variant with python -m pipeline new VARIANT --from EXPERIMENT.",
+    "the start: start again with --reset, or make a variant with",
 )
 
 
@@ -173,6 +173,7 @@ def _ways_on(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     """Yield what someone can do about a crash."""
     if is_out_of_memory(error):
         yield from _OUT_OF_MEMORY
+        yield f"  {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
     elif not read_current_manifest(paths):
         yield "fix: repair it and start again; nothing was committed yet."
     elif author_frames(error):

@@ -7,6 +7,7 @@ import shlex
 import sys
 from itertools import combinations
 
+from pipeline.arguments import verb_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.launch.torchrun_command import TrainingLine, start_in_background, training_line
 from pipeline.lifecycle.mode import check_known
@@ -47,7 +48,7 @@ def execute(arguments: argparse.Namespace) -> int:
         script = _script(chain, num_processes)
         print(script) if arguments.print else _start(chain, script)
     if not arguments.print:
-        print("watch: python -m pipeline status --watch")
+        print(f"watch: {verb_line('status', None, data_home(arguments.data_home), '--watch')}")
     return 0
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.arguments import verb_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.lifecycle.mode import check_known
 from pipeline.monitoring.experiment_state import LIVE, state_of
@@ -65,7 +66,7 @@ def _rank_files(paths: ExperimentPaths, rank: int) -> list[Path]:
         kept = f"there are ranks {', '.join(ranks)}" if ranks else "torchrun kept none"
         raise UsageError(
             f"No output of rank {rank} of {paths.name!r} was kept; {kept}.",
-            f"start it with: python -m pipeline run {paths.name}",
+            f"start it with: {verb_line('run', paths.name, paths.home)}",
         )
     return [
         attempts[-1] / f"{stream}.log" for stream in ("stdout", "stderr") if (attempts[-1] / f"{stream}.log").exists()

@@ -7,8 +7,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from pipeline.arguments import verb_line
 from pipeline.lifecycle.mode import all_names, check_known
 from pipeline.monitoring.experiment_state import FINISHED, LIVE, NEW, RUNNING, STARTING, UNFINISHED, WAITING
 from pipeline.monitoring.overview import describe
@@ -53,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _lines(everything: list[ExperimentPaths], found: dict[str, Any], arguments: argparse.Namespace) -> Iterator[str]:
     if not arguments.experiments:
-        yield from _overview(found)
+        yield from _overview(found, data_home(arguments.data_home))
         return
     for paths in everything:
         for line in _block(paths, found[paths.name]):
@@ -63,9 +65,9 @@ def _lines(everything: list[ExperimentPaths], found: dict[str, Any], arguments: 
     yield from map(clipped, _gpu_lines())
 
 
-def _overview(found: dict[str, Any]) -> Iterator[str]:
+def _overview(found: dict[str, Any], home: Path) -> Iterator[str]:
     if not found:
-        yield "no experiments; python -m pipeline new NAME writes one"
+        yield f"no experiments; {verb_line('new', 'NAME', home)} writes one"
         return
     rows = [("experiment", "state", "at", "left", "last values")]
     for name, status in found.items():

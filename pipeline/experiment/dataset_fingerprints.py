@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.arguments import verb_line
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, PipelineError, Problem
 from pipeline.experiment.assembly import Experiment
+from pipeline.paths import ExperimentPaths
 from pipeline.serialization.fingerprint import fingerprint
 from pipeline.system.seeding import seed_generators
 
@@ -33,15 +35,16 @@ def fingerprint_everywhere(experiment: Experiment, processes: Processes) -> Fing
     return found[0]
 
 
-def refuse_changed_datasets(name: str, before: Fingerprints, now: Fingerprints) -> None:
-    """Refuse to go on with other data than an experiment began with; results of older versions know nothing of it."""
+def refuse_changed_datasets(paths: ExperimentPaths, before: Fingerprints, now: Fingerprints) -> None:
+    """Refuse to continue with other data than an experiment began with; results of older versions do not know."""
     changed = list(_changed_datasets(before, now)) if before else []
     if changed:
         listed = "\n  ".join(changed)
         raise PipelineError(
-            f"The data of {name!r} must be what it was when the experiment began, but differs:\n  {listed}\n"
-            "  fix: restore the data. If nobody changed it, its order comes from something unordered, such as a set or "
-            f"a folder.\n  To train on: python -m pipeline new VARIANT --from {name}, and load_weights_from_exp in it."
+            f"The data of {paths.name!r} must be what it was when the experiment began, but differs:\n  {listed}\n"
+            "  fix: restore the data. If it was not changed, its order comes from something unordered, such as a set "
+            "or a folder.\n  To train on, load its weights with load_weights_from_exp in a variant:\n"
+            f"    {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
         )
 
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.arguments import parse_arguments
+from pipeline.arguments import parse_arguments, verb_line
 from pipeline.errors import UsageError
 from pipeline.lifecycle.starts import read_starts
 from pipeline.monitoring.launch_record import record_launch
@@ -131,5 +131,5 @@ def start_in_background(script: str, chain: list[ExperimentPaths]) -> None:
     for before, paths in zip([None, *chain], chain, strict=False):
         record_launch(paths, process.pid, before.name if before else None)
     print(f"{' then '.join(paths.name for paths in chain)}: started in the background as process {process.pid}")
-    print(f"  follow: python -m pipeline logs {first.name} -f")
-    print(f"  stop:   python -m pipeline stop {first.name}")
+    print(f"  follow: {verb_line('logs', first.name, first.home, '-f')}")
+    print(f"  stop:   {verb_line('stop', first.name, first.home)}")

@@ -78,7 +78,7 @@ def check_known(paths: ExperimentPaths) -> None:
     """Refuse a name that is neither an experiment's settings nor its results, naming those that are."""
     known = all_names(paths.home)
     if paths.name not in known:
-        raise unknown_experiment(paths, known, fix=f"python -m pipeline new {paths.name}")
+        raise unknown_experiment(paths, known, fix=verb_line("new", paths.name, paths.home))
 
 
 def all_names(home: Path) -> list[str]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.arguments import verb_line
 from pipeline.errors import DamagedResults, PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
@@ -205,11 +206,12 @@ class ResultsStore:
                 self._adopt(manifest, named, damage)
                 return
             damage += broken
+        fsck = verb_line("fsck", self._paths.name, self._paths.home)
         raise DamagedResults(
             f"No intact commit was found in {self._paths.results}; damaged or missing: "
             f"{', '.join(damage) or 'state.json'}.\n"
-            f"  Nothing was deleted. fix: python -m pipeline fsck {self._paths.name} tells what is intact; restore the "
-            "folder from a backup, or start again with --reset."
+            f"  Nothing was deleted. fix: {fsck} shows what is intact; "
+            "restore the folder from a backup, or start again with --reset."
         )
 
     def _candidates(self, named: int | None, found: list[int]) -> list[int]:

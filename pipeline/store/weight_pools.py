@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipeline.arguments import verb_line
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, PipelineError, UsageError, nearest
 from pipeline.paths import ExperimentPaths
@@ -38,7 +39,7 @@ def newest_commit(paths: ExperimentPaths) -> Manifest:
         if (manifest := read_current_manifest(paths)) is not None:
             return manifest
     raise DamagedResults(
-        f"The current commit of {paths.name!r} cannot be read.\n  fix: python -m pipeline fsck {paths.name}"
+        f"The current commit of {paths.name!r} cannot be read.\n  fix: {verb_line('fsck', paths.name, paths.home)}"
     )
 
 
@@ -194,7 +195,7 @@ class HeldFiles:
         intact = ", ".join(self._intact_pools()) or "none"
         return DamagedResults(
             f"{path} is damaged: {what}. Intact pools of {self._paths.name!r}: {intact}.\n"
-            f"  fix: python -m pipeline fsck {self._paths.name} says from what it can be restored."
+            f"  fix: {verb_line('fsck', self._paths.name, self._paths.home)} says from what it can be restored."
         )
 
     def _intact_pools(self) -> list[str]:

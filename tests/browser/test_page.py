@@ -53,7 +53,7 @@ def plot(browser: Browser, share: float) -> tuple[float, float]:
 
 def press(browser: Browser, selector: str) -> None:
     browser.ask(f"document.querySelector({selector!r}).click()")
-    browser.finish_pending()
+    browser.settle()
 
 
 def path_of(browser: Browser, colour: int) -> str:

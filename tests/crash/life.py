@@ -84,7 +84,7 @@ class Life:
         else:
             open_fresh(paths, disk, lock)
             sources = digest_folder(paths.settings)
-            store.initialise(copy_folder(paths.settings, paths.results, sources, {}, disk), sources)
+            store.set_digests(copy_folder(paths.settings, paths.results, sources, {}, disk), sources)
         self.found = self.promised = store.current.progress.epoch
         for number in range(self.found + 1, NUM_COMMITS + 1):
             store.commit(changes(number), place(number), {"number": number})

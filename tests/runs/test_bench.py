@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.driver import HAND_WRITTEN, PIPELINE, play, table
-from tests.bench.large_state import first_steps
-from tests.bench.rows import Row, Spread, as_text, ratios
-from tests.bench.turns import Job
+from benchmarks.driver import HAND_WRITTEN, PIPELINE, play, table
+from benchmarks.large_state import first_steps
+from benchmarks.rows import Row, Spread, as_text, ratios
+from benchmarks.turns import Job
 
 pytestmark = pytest.mark.slow
 

@@ -106,9 +106,9 @@ class Browser:
         self._call("Page.navigate", url=path.absolute().as_uri())
         while not self._loaded:
             self._note(self._message())
-        self.finish_pending()
+        self.settle()
 
-    def finish_pending(self) -> None:
+    def settle(self) -> None:
         """Wait until what was asked for has been drawn."""
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
@@ -122,7 +122,7 @@ class Browser:
     def move(self, x: float, y: float, kind: str = "mouseMoved", button: str = "none") -> None:
         """Move or press the mouse at a place of the window."""
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
-        self.finish_pending()
+        self.settle()
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Save what is seen, or the whole page, as a PNG file."""

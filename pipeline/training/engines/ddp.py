@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 

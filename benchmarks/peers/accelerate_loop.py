@@ -10,8 +10,8 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader, Subset
 
-from tests.bench.turns import Job, Turn
-from tests.bench.work import KINDS, Points, make_model
+from benchmarks.turns import Job, Turn
+from benchmarks.work import KINDS, Points, make_model
 
 
 class Progress:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 
-from tests.bench.driver import AGAIN, EXACT, HAND_WRITTEN, PEERS, PIPELINE, Facts, play, table
-from tests.bench.rows import Row, Spread, ratios
-from tests.bench.turns import FUSED, Job
-from tests.bench.work import KINDS
+from benchmarks.driver import AGAIN, EXACT, HAND_WRITTEN, PEERS, PIPELINE, Facts, play, table
+from benchmarks.rows import Row, Spread, ratios
+from benchmarks.turns import FUSED, Job
+from benchmarks.work import KINDS
 
 _LABELS = {
     "tiny": ("a  steps/s, tiny model", "≥ 0.95, ahead of all"),

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-from tests.bench.turns import Job, Turn
-from tests.bench.work import DATASETS, KINDS, Points, make_parts, task_losses
+from benchmarks.turns import Job, Turn
+from benchmarks.work import DATASETS, KINDS, Points, make_parts, task_losses
 
 _LOG_EVERY = 50
 

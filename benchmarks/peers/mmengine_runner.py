@@ -14,8 +14,8 @@ from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch.utils.data import Subset
 
-from tests.bench.turns import Job, Turn
-from tests.bench.work import KINDS, Kind, Points, make_model
+from benchmarks.turns import Job, Turn
+from benchmarks.work import KINDS, Kind, Points, make_model
 
 
 class Classifier(BaseModel):

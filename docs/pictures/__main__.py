@@ -1,11 +1,11 @@
-"""``python -m tests.pictures``: trains the example, kills it, resumes it, and takes pictures of what is seen."""
+"""``python -m docs.pictures``: trains the example, kills it, resumes it, and takes pictures of what is seen."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
-from tests.pictures.session import ROOT, Session
+from docs.pictures.session import ROOT, Session
 from tests.support.browser import Browser
 
 PICTURES = ROOT / "docs/pictures"
@@ -31,7 +31,7 @@ def main() -> None:
         browser.look(1000)
         browser.open(folder / "experiment_logs/my_digits/report.html")
         browser.look(1000, browser.ask("Math.ceil(shared.charts[3].node.getBoundingClientRect().bottom) + 9"))
-        browser.finish_pending()
+        browser.settle()
         browser.picture(PICTURES / "report.png")
 
 

@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.bench import experiment
-from tests.bench.turns import Job
-from tests.bench.work import KINDS
+from benchmarks import experiment
+from benchmarks.turns import Job
+from benchmarks.work import KINDS
 from tests.support.running import ENTRY, family, send
 
 HAND_WRITTEN, AGAIN, PIPELINE, EXACT = "hand-written", "again", "pipeline", "exact"
 PEERS = {
-    "lightning": "tests.bench.peers.lightning_trainer",
-    "accelerate": "tests.bench.peers.accelerate_loop",
-    "ignite": "tests.bench.peers.ignite_engine",
-    "mmengine": "tests.bench.peers.mmengine_runner",
+    "lightning": "benchmarks.peers.lightning_trainer",
+    "accelerate": "benchmarks.peers.accelerate_loop",
+    "ignite": "benchmarks.peers.ignite_engine",
+    "mmengine": "benchmarks.peers.mmengine_runner",
 }
 _ROOT = ENTRY.parent
 _SECONDS_BETWEEN_LOOKS = 0.01
@@ -51,7 +51,7 @@ class Contender:
     def _program(self) -> list[str]:
         if self.job.name in (PIPELINE, EXACT):
             return [str(ENTRY), self.job.name, "--auto", "--data-home", self.job.folder]
-        own = "tests.bench.hand_written" if self.job.kind != "many" else "tests.bench.hand_written_many"
+        own = "benchmarks.hand_written" if self.job.kind != "many" else "benchmarks.hand_written_many"
         return ["-m", PEERS.get(self.job.name, own)]
 
     def _environment(self) -> dict[str, str]:

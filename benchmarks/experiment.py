@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.bench.turns import Job
-from tests.bench.work import DATASETS, KINDS, REGISTERS
+from benchmarks.turns import Job
+from benchmarks.work import DATASETS, KINDS, REGISTERS
 
 _DATASET = {
     "datasets": """
-from tests.bench.work import KINDS, Points
+from benchmarks.work import KINDS, Points
 
 dataset = Points(KINDS["{kind}"], {seed})
 """,
@@ -26,7 +26,7 @@ eval_dataloader_args = {{"batch_size": {batch_size}}}
 }
 _SINGLE = {
     "modules/model.py": """
-from tests.bench.work import KINDS, make_model
+from benchmarks.work import KINDS, make_model
 
 module = make_model(KINDS["{kind}"])
 settings = {{}}
@@ -45,14 +45,14 @@ class ModuleTransform(BaseModuleTransform):
 """,
 }
 _MANY_MODULE = """
-from tests.bench.work import make_parts
+from benchmarks.work import make_parts
 
 module = make_parts()["{name}"]
 settings = {{}}
 """
 _MANY_TRANSFORM = """
 from pipeline.components import BaseModuleTransform
-from tests.bench.work import REGISTERS, task_losses
+from benchmarks.work import REGISTERS, task_losses
 
 loss_registers = REGISTERS["{name}"]
 
@@ -65,7 +65,7 @@ _OPTIMIZER = """
 from torch.optim import AdamW
 
 from pipeline.components import BaseScheduler
-from tests.bench.turns import own_turn
+from benchmarks.turns import own_turn
 
 
 class StepMarker(BaseScheduler):
@@ -93,7 +93,7 @@ early_stopper = WeightedLossEarlyStopper(max_epochs={num_epochs})
 """,
     "loss_weighter.py": """
 from pipeline.components import BaseLossWeighter
-from tests.bench.turns import own_turn
+from benchmarks.turns import own_turn
 
 
 class TurnTaker(BaseLossWeighter):

@@ -1,4 +1,4 @@
-"""Speed against a hand-written loop and its peers: ``python -m tests.bench [--rounds N] [--only …] [--json FILE]``.
+"""Speed against a hand-written loop and its peers: ``python -m benchmarks [--rounds N] [--only …] [--json FILE]``.
 
 Contenders are alive at once and train epochs in turn, or are started in turn where the start is what counts. The
 hand-written loop takes part twice, so that the ratio between its two copies shows how much of a difference is noise.
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import disk_use, history, large_state, stall, throughput
-from tests.bench.driver import PEERS
-from tests.bench.rows import Row, as_text
+from benchmarks import disk_use, history, large_state, stall, throughput
+from benchmarks.driver import PEERS
+from benchmarks.rows import Row, as_text
 
 _PACKAGES = {"lightning": "lightning", "accelerate": "accelerate", "ignite": "pytorch-ignite", "mmengine": "mmengine"}
 _NOTE = (

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Subset
 
-from tests.bench.turns import Job, Turn
-from tests.bench.work import KINDS, Kind, Points, make_model
+from benchmarks.turns import Job, Turn
+from benchmarks.work import KINDS, Kind, Points, make_model
 
 
 class Classifier(LightningModule):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.driver import PIPELINE
+from benchmarks.rows import Row, Spread, ratios
 from pipeline.checkpoint.parts import PersistedParts
 from pipeline.checkpoint.records import Records
 from pipeline.distributed.processes import Processes
@@ -23,8 +25,6 @@ from pipeline.store.store import ResultsStore
 from pipeline.system.disk import Disk
 from pipeline.training.engines.base import StepRequests
 from pipeline.training.training import StepReport
-from tests.bench.driver import PIPELINE
-from tests.bench.rows import Row, Spread, ratios
 from tests.support.experiments import write_experiment
 
 LENGTHS = (10, 10_000, 1_000_000)

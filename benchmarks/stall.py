@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from benchmarks.driver import PIPELINE
+from benchmarks.rows import Row, Spread, ratios
 from pipeline.checkpoint.snapshots import Snapshots
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
@@ -24,8 +26,6 @@ from pipeline.store.background_commit import Commits
 from pipeline.store.lock import RunLock
 from pipeline.store.store import ResultsStore
 from pipeline.system.disk import Changes, Digest, Disk, Writer
-from tests.bench.driver import PIPELINE
-from tests.bench.rows import Row, Spread, ratios
 
 HIDDEN, DEPTH = 3200, 10
 _NUM_USUAL = 15

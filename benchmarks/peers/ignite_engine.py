@@ -13,8 +13,8 @@ from ignite.handlers import Checkpoint, DiskSaver, global_step_from_engine
 from ignite.metrics import Loss
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from tests.bench.turns import Job, Turn
-from tests.bench.work import KINDS, Kind, Points, make_model
+from benchmarks.turns import Job, Turn
+from benchmarks.work import KINDS, Kind, Points, make_model
 
 
 def prepare_batch(batch: dict[str, torch.Tensor], *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:

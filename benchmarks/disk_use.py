@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.bench.driver import PEERS, PIPELINE, Contender, table
-from tests.bench.rows import Row
-from tests.bench.turns import Job
+from benchmarks.driver import PEERS, PIPELINE, Contender, table
+from benchmarks.rows import Row
+from benchmarks.turns import Job
 
 _NUM_EPOCHS = 10
 

@@ -9,9 +9,9 @@ import tempfile
 import time
 from dataclasses import replace
 
-from tests.bench.driver import AGAIN, HAND_WRITTEN, PEERS, PIPELINE, Contender, Facts, invite, play, table
-from tests.bench.rows import Row, Spread, ratios
-from tests.bench.turns import Job
+from benchmarks.driver import AGAIN, HAND_WRITTEN, PEERS, PIPELINE, Contender, Facts, invite, play, table
+from benchmarks.rows import Row, Spread, ratios
+from benchmarks.turns import Job
 
 _EVERY = 5
 

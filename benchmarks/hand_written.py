@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from tests.bench.turns import FUSED, Job, Turn
-from tests.bench.work import KINDS, Points, make_model
+from benchmarks.turns import FUSED, Job, Turn
+from benchmarks.work import KINDS, Points, make_model
 
 
 def main(job: Job) -> None:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.bench.driver import AGAIN, EXACT, PEERS, PIPELINE
-from tests.bench.turns import FUSED
+from benchmarks.driver import AGAIN, EXACT, PEERS, PIPELINE
+from benchmarks.turns import FUSED
 
 _COLUMNS = {PIPELINE: "ours", EXACT: "ours, exact", AGAIN: "by hand again", FUSED: "by hand, fused"}
 
