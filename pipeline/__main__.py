@@ -17,7 +17,7 @@ _VERBS = {
     "check": "Find everything that can be known to be wrong before training; writes nothing.",
     "run": "Check an experiment, then run it under torchrun with the right options.",
     "launch": "Start experiments in the background, side by side or one after the other.",
-    "slurm": "Write or submit a batch script for Slurm that goes on until it is finished.",
+    "slurm": "Write or submit a batch script for Slurm that continues until it is finished.",
     "status": "Show how far experiments have come, without touching them.",
     "logs": "Show or follow the log of an experiment.",
     "stop": "Ask a run to finish its step or epoch, commit and end.",
@@ -57,7 +57,7 @@ def main(words: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except (BrokenPipeError, KeyboardInterrupt):
-        # Whoever read the output has seen enough; what is still buffered must not be tried again at exit.
+        # The reader of a pipe has closed it; what is still buffered must not be tried again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 130
 

@@ -15,7 +15,10 @@ from pipeline.errors import UsageError
 from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home, settings_names
 
 DEVICE_HELP = "cpu: do not use the accelerators of this machine (default: one for each process, if there are any)"
-START, RESUME, RESET, AUTO = "start", "resume", "reset", "auto"
+START = "start"
+RESUME = "resume"
+RESET = "reset"
+AUTO = "auto"
 
 _EXAMPLES = """\
 examples:
@@ -70,12 +73,12 @@ class RankZeroParser(argparse.ArgumentParser):
 
 
 def is_rank_zero() -> bool:
-    """Tell, before processes have joined, whether this one speaks for all."""
+    """Return, before processes have joined, whether this one reports for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def has_launcher() -> bool:
-    """Tell whether torchrun has started this process and looks after it."""
+    """Return whether torchrun has started this process and looks after it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -123,7 +126,8 @@ def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> s
     except UsageError as error:
         return str(error)
     if mode == RESUME and overrides:
-        name, home = str(parsed["experiment"]), data_home(parsed["data_home"])
+        name = str(parsed["experiment"])
+        home = data_home(parsed["data_home"])
         changes = [word for override in overrides for word in ("--set", override)]
         return (
             "--set works only when an experiment starts; a resumed one runs with the settings it started with.\n"

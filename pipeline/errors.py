@@ -31,7 +31,7 @@ class Problem:
 class PipelineError(Exception):
     """A failure with a message for the user; shown without a stack trace.
 
-    ``is_shared`` tells that every process has it, so that rank zero alone speaks.
+    ``is_shared``: every process has it, so that rank 0 alone reports it.
     """
 
     exit_code = 1

@@ -34,7 +34,8 @@ class Loop:
     """Runs stages from a committed place on; every commit names the place that follows."""
 
     def __init__(self, session: TrainingSession, publisher: Publisher, run_state: dict[str, Any]) -> None:
-        self._m, self._publisher = session, publisher
+        self._m = session
+        self._publisher = publisher
         self._settings = session.experiment.settings
         self._components = session.experiment.components
         self.best: dict[str, Any] = run_state.get("best", {})
@@ -58,8 +59,10 @@ class Loop:
 
     def _train(self, progress: Progress) -> Progress:
         """Train one epoch; return what follows, or the step at which all ranks agreed to stop."""
-        epoch, total = progress.epoch, len(self._m.training.plan)
-        updates, enabled = self._settings.logging.train_updates, self._shows_bars
+        epoch = progress.epoch
+        total = len(self._m.training.plan)
+        updates = self._settings.logging.train_updates
+        enabled = self._shows_bars
         self._publisher.begin_epoch() if progress.step == 0 else None
         self._get_ready_for(self._m.runners[0])
         self._pace.begin_epoch(progress.step)
@@ -90,7 +93,7 @@ class Loop:
             self._m.commits.wait()
 
     def _evaluates(self, epoch: int) -> bool:
-        """Tell whether an evaluation follows; the last epoch, where the early stopper knows it, always has one."""
+        """Return whether an evaluation follows; the last epoch, where the early stopper knows it, always has one."""
         is_last = epoch == getattr(self._components.early_stopper, "max_epochs", None)
         return is_last or epoch % self._settings.training.evaluation_interval == 0
 
@@ -102,7 +105,8 @@ class Loop:
 
     def _evaluate(self, progress: Progress) -> Progress:
         """Evaluate one epoch; return what follows, or the same place if all ranks agreed to stop."""
-        epoch, stage = progress.epoch, self._m.evaluation
+        epoch = progress.epoch
+        stage = self._m.evaluation
         if not self._settings.training.evaluation_interval:
             return self._without_validation(progress)
         self.report(progress)
@@ -138,8 +142,10 @@ class Loop:
 
     def _judge(self, progress: Progress) -> Progress:
         """Ask the policies what the latest epoch means."""
-        losses, weighter = self._m.records.losses, self._components.loss_weighter
-        stopper, saver = self._components.early_stopper, self._components.checkpoint_saver
+        losses = self._m.records.losses
+        weighter = self._components.loss_weighter
+        stopper = self._components.early_stopper
+        saver = self._components.checkpoint_saver
         seed_generators(self._settings.training.seed, "judge", progress.epoch)
         stopper.update(losses, weighter)
         saver.update(losses, weighter, stopper)
@@ -201,7 +207,7 @@ class Loop:
         return self._pace.seconds_for(num_steps)
 
     def _speed(self, epoch: int, report: StepReport) -> dict[str, Any]:
-        """Return what the status file says of a running epoch beside its place."""
+        """Return what the status file says of a running epoch besides its place."""
         return {
             "num_steps": report.num_steps,
             "max_epochs": getattr(self._components.early_stopper, "max_epochs", None),

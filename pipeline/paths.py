@@ -36,7 +36,7 @@ def check_name(name: str, what: str = "experiment name") -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Tell whether a relative path stays below the folder it is joined to, and can exist at all."""
+    """Return whether a relative path stays below the folder it is joined to, and can exist at all."""
     segments = os.fsencode(name).split(b"/")
     is_short = len(segments) <= 32 and all(len(segment) <= 255 for segment in segments)
     return is_short and "\0" not in name and not {b"", b".", b".."} & set(segments)
@@ -109,7 +109,7 @@ class ExperimentPaths:
         return f".left+{self.name.replace('/', '+')}+"
 
     def left_behind(self) -> list[Path]:
-        """Return what starts and resets that were interrupted have left beside the results, or in them."""
+        """Return what starts and resets that were interrupted have left next to the results, or in them."""
         tops = [top for top in (self.home, self.home / "experiment_results") if top.is_dir()]
         prefixes = (self._token_prefix, self._aside_prefix)
         entries = [entry for top in tops for entry in top.iterdir()]
@@ -155,7 +155,7 @@ class ExperimentPaths:
 
     @property
     def launch_file(self) -> Path:
-        """Who was started in the background for this experiment; beside the error files, which no reset deletes."""
+        """The background launch of this experiment; it lies next to the error files, which no reset deletes."""
         return self.error_files / "launch.json"
 
     @property

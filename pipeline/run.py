@@ -61,7 +61,7 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
     found = processes.on_rank_zero(lambda: inspect_results(paths))
     if was_started_before(paths, processes):
-        # What was asked has been done by the processes before this restart; what is left is to go on.
+        # The processes before this restart have done what was asked; this one continues.
         arguments = replace(arguments, mode=AUTO)
     if found.is_finished and arguments.mode != RESET:
         processes.on_rank_zero(lambda: _settle(paths, disk or Disk()))
@@ -82,7 +82,10 @@ class _Run:
     def __init__(
         self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk, watch: Watch
     ) -> None:
-        self._arguments, self._paths, self._processes, self._disk = arguments, paths, processes, disk
+        self._arguments = arguments
+        self._paths = paths
+        self._processes = processes
+        self._disk = disk
         self._watch = watch
         self._lock = RunLock(paths, disk)
         self._store = ResultsStore(paths, disk, self._lock.claim)
@@ -104,7 +107,8 @@ class _Run:
             progress, run_state = self._restore(session)
         else:
             session = self._begin(action)
-            progress, run_state = Progress(), {}
+            progress = Progress()
+            run_state = {}
             self._count(session)
         self._introduce(session, progress)
         with reported(self._paths, session.journal, session.close):
@@ -169,7 +173,7 @@ class _Run:
         return session
 
     def _keep_threads(self, contents: Contents) -> None:
-        """Let a run that is to be exact on any machine go on with the threads it had, because bits depend on them."""
+        """Continue an exact run with the number of threads it had, because bits depend on it."""
         starts = self._processes.on_rank_zero(lambda: read_starts(self._paths))
         known = [start["threads"] for start in starts if type(start.get("threads")) is int]
         if known and parse_settings(contents).training.is_exact:
@@ -214,7 +218,8 @@ class _Run:
     def _restore(self, session: TrainingSession) -> tuple[Progress, dict[str, Any]]:
         """Bring every part back to what was committed; return where the run continues and what its loop knew."""
         commit = self._processes.on_rank_zero(lambda: self._commit_to_read(PersistedParts.is_needed))
-        progress, run_state = commit.manifest.progress, commit.manifest.run_state
+        progress = commit.manifest.progress
+        run_state = commit.manifest.run_state
         with committed_files(self._paths, self._processes, commit) as files:
             self._processes.on_all_ranks(lambda: self._load(session, files, progress))
         session.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
@@ -253,7 +258,8 @@ class _Run:
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
         self._processes.on_all_ranks(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
         mesh = mesh_of(self._processes, settings.training)
-        device, world_size = self._processes.device, self._processes.world_size
+        device = self._processes.device
+        world_size = self._processes.world_size
         return self._processes.on_all_ranks(lambda: assemble(folder / "pymodules", settings, device, mesh, world_size))
 
     def _introduce(self, session: TrainingSession, progress: Progress) -> None:
@@ -310,8 +316,9 @@ class _Run:
 
     def _publisher(self, session: TrainingSession, progress: Progress) -> Publisher:
         publisher = Publisher(session.records, len(session.training.plan), self._paths)
-        epoch, experiment = Loop.recorded_epoch(progress), session.experiment
-        # A run under observation is no run of the experiment.
+        epoch = Loop.recorded_epoch(progress)
+        experiment = session.experiment
+        # An observed run must not appear in trackers.
         if self._processes.is_rank_zero and self._watch is _nobody:
             trackers = create_trackers(experiment.settings.logging, experiment.components.trackers)
             publisher.begin(trackers, tracked_run(self._paths, experiment.settings, run_id(self._paths)), epoch)
@@ -325,7 +332,8 @@ class _Run:
         asked_by = session.stop_requests.reason or "asked by another process"
         reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
         session.journal.note(END, outcome=outcome, at=progress.as_json(), reason=session.stop_requests.reason)
-        seconds, report = time.monotonic() - self._started, leave_report(self._paths)
+        seconds = time.monotonic() - self._started
+        report = leave_report(self._paths)
         for line in last_block(self._paths, f"{outcome}{reason}", seconds, loop.best, report):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))

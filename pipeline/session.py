@@ -59,7 +59,7 @@ class TrainingSession:
     stop_requests: StopRequests
 
     def close(self) -> None:
-        """End what runs beside the loop: loader workers, and the thread that commits once it has nothing left to do."""
+        """End the loader workers, and the commit thread once it has nothing left to do."""
         self.commits.close()
         for runner in self.runners:
             runner.close()

@@ -1,4 +1,4 @@
-"""A run as a process: how it joins the others, who speaks when it fails, and which exit code tells the truth."""
+"""A run as a process: joins the other ranks, reports failures once, returns the exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SILENT_PEER = (
 )
 _LOST_MACHINE = "Machine {} has not answered for {} seconds: it, or the network to it, has failed. This side ends."
 _CONTINUE = " The last commit is intact; continue with --auto."
-# What all processes do at the same moment is told by the first of them.
+# Keys of the store: the first rank to set one reports for all.
 _TO_FAIL = "to fail"
 _TO_MISS_ANOTHER = "to miss another"
 _SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
@@ -52,7 +52,7 @@ _OUT_OF_MEMORY = (
 
 
 def run_worker(arguments: Arguments, watch: Watch | None = None) -> int:
-    """Join the other processes, run, and return an exit code that tells the truth."""
+    """Join the other processes, run, and return the exit code."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     return run_in_group(lambda processes: run(arguments, processes, watch=watch), paths, arguments.device)
 
@@ -92,11 +92,11 @@ def _leave_alone(loss: Loss, processes: Processes, paths: ExperimentPaths | None
     else:
         what = _LOST_MACHINE.format(loss.host, loss.silent_seconds)
         speaks = True
-    told = PipelineError(what + (_CONTINUE if paths else ""))
+    failure = PipelineError(what + (_CONTINUE if paths else ""))
     if speaks:
-        print(f"\n{told}", file=sys.stderr, flush=True)
+        print(f"\n{failure}", file=sys.stderr, flush=True)
     # The files may be on a machine that is out of reach as well.
-    writing = Thread(target=_write_down, args=(told, processes, paths), daemon=True)
+    writing = Thread(target=_write_down, args=(failure, processes, paths), daemon=True)
     writing.start()
     writing.join(_SECONDS_TO_WRITE_DOWN)
     if has_launcher() and not may_start_again():
@@ -104,18 +104,18 @@ def _leave_alone(loss: Loss, processes: Processes, paths: ExperimentPaths | None
     exit_now(1)
 
 
-def _write_down(told: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
+def _write_down(failure: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
     """Leave a last message in the log, in the journal and where torchrun looks for it."""
-    _record_told(told)
-    log_file_only(str(told))
+    _record_told(failure)
+    log_file_only(str(failure))
     if paths is not None and read_current_manifest(paths):
         journal = Journal(paths.journal_file, processes.rank)
         journal.start = len(read_starts(paths))
-        journal.note(END, outcome="failed", error=str(told))
+        journal.note(END, outcome="failed", error=str(failure))
 
 
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
-    """Tell what happened, once over all processes, and return the exit code."""
+    """Report what happened, once over all processes, and return the exit code."""
     if isinstance(error, PipelineError):
         return _conclude_told(error, processes, paths)
     if isinstance(error, KeyboardInterrupt):
@@ -145,7 +145,7 @@ def _conclude_told(error: PipelineError, processes: Processes, paths: Experiment
         print(f"\n{error}", file=sys.stderr, flush=True)
         _log_trace(error, processes, None if error.is_shared else paths)
     _record_told(error)
-    # Only when it was told may torchrun see a process fail and end the others.
+    # torchrun ends the others as soon as one fails, so the message must be out before.
     if error.is_shared and processes.has_joined:
         processes.barrier()
     elif not speaks:

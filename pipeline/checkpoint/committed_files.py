@@ -26,7 +26,7 @@ _STATES = ("module_ckps/", "optim_ckps/")
 
 @dataclass(frozen=True)
 class CommitToRead:
-    """What rank zero tells all ranks to read: a commit, its files by path below data/, and a folder for copies."""
+    """What all ranks read, chosen by rank 0: a commit, its files by path below data/, and a folder for copies."""
 
     manifest: Manifest
     files: Mapping[str, Entry]
@@ -39,7 +39,10 @@ class CommittedFiles:
     def __init__(
         self, paths: ExperimentPaths, commit: CommitToRead, held: HeldFiles, folder: Path, processes: Processes
     ) -> None:
-        self._paths, self._commit, self._held, self._processes = paths, commit, held, processes
+        self._paths = paths
+        self._commit = commit
+        self._held = held
+        self._processes = processes
         self.folder = folder
 
     def read_state(self, path: str, target: Target) -> Any:
@@ -92,7 +95,7 @@ def _verify_shards(commit: CommitToRead, held: HeldFiles, processes: Processes) 
 
 
 def _is_shard(path: str) -> bool:
-    """Tell whether a file is one of several that hold a module or an optimizer together."""
+    """Return whether a file is one of several that hold a module or an optimizer together."""
     depth = {"module_ckps": 3, "optim_ckps": 2}.get(path.partition("/")[0])
     return depth is not None and path.count("/") == depth
 
@@ -124,5 +127,5 @@ def _naming_host(processes: Processes) -> Iterator[None]:
         raise DamagedResults(
             f"Host {socket.gethostname()} does not see the commit that rank 0 has verified: {error}\n"
             "  fix: let all machines see the same files: wait until the cache of the network file system expires, "
-            "usually a minute, or mount it anew, then run again with --auto."
+            "usually a minute, or mount it again, then run again with --auto."
         ) from error

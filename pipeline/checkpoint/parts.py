@@ -27,7 +27,9 @@ class PersistedParts:
     """Knows which file or folder below ``data/`` belongs to which part of a running experiment."""
 
     def __init__(self, experiment: Experiment, records: Records, processes: Processes | None = None) -> None:
-        self._experiment, self._components, self._records = experiment, experiment.components, records
+        self._experiment = experiment
+        self._components = experiment.components
+        self._records = records
         self._processes = processes or Processes()
         self.is_sharded = experiment.settings.training.parallelism == FSDP
         self._snapshots = self._new_snapshots()
@@ -61,7 +63,8 @@ class PersistedParts:
         A segment takes in those before it that are not longer, so that there are never many of them: each step is
         written again only when its segment doubles.
         """
-        first, end = self._num_committed_steps, self._records.num_steps
+        first = self._num_committed_steps
+        end = self._records.num_steps
         replaced = []
         while self._segments and first - self._segments[-1] <= end - first:
             first = self._segments.pop()
@@ -78,7 +81,7 @@ class PersistedParts:
         return records | self._last_pool() | self._optimizers() | self._loss_weighter()
 
     def evaluated_epoch(self, epoch: int, pools: list[str], committed: Iterable[str]) -> Changes:
-        """The verdicts after an evaluation; pools are new names for the weights of ``last``."""
+        """The decisions after an evaluation; pools are new names for the weights of ``last``."""
         weights = {
             name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._records.losses["val"]
         }
@@ -158,13 +161,13 @@ class PersistedParts:
 
     @staticmethod
     def is_needed(path: str) -> bool:
-        """Tell whether a resumed run reads a committed file; other pools are for the user."""
+        """Return whether a resumed run reads a committed file; other pools are for the user."""
         return not path.startswith("module_ckps/") or path.startswith(("module_ckps/last/", "module_ckps/frzn/"))
 
     def restore(self, read_state: ReadState, folder: Path, progress: Progress) -> None:
         """Bring every part back to what was committed; the same on every rank.
 
-        ``folder`` has a copy of the committed files that are no weights, under their names below data/.
+        ``folder`` has a copy of the committed files that are not weights, under their names below data/.
         """
         restore_counters(self._components, folder)
         for pool, modules in (("frzn", self._components.frozen_modules), ("last", self._components.trained_modules)):
@@ -188,11 +191,12 @@ class PersistedParts:
             self._forget_segments()
 
     def _forget_segments(self) -> None:
-        self._num_committed_steps, self._segments = 0, []
+        self._num_committed_steps = 0
+        self._segments = []
 
 
 def is_counted(path: str) -> bool:
-    """Tell whether a committed file is what a data counter saved."""
+    """Return whether a committed file is what a data counter saved."""
     return path.startswith("data_counter_data/")
 
 

@@ -37,7 +37,7 @@ class Records:
 
     @classmethod
     def of_results(cls, registers: Iterable[LossRegister], data: Path, epoch: int) -> Records:
-        """Return the records of finished epochs and the steps of ``epoch`` as the results alone tell them."""
+        """Return the records of finished epochs and the steps of ``epoch`` from the results alone."""
         rates: dict[str, dict[str, float]] = {}
         for path in sorted(data.glob(f"lr_data/*/step_data_{epoch}.npz")):
             with columns_of(path) as found:
@@ -77,7 +77,8 @@ class Records:
         """Add the epoch's values; steps that were skipped do not count."""
         taken = ~np.asarray(self.skipped, dtype=bool)
         for record in self.losses["train"].values():
-            totals, items = np.asarray(record.step_totals)[taken], np.asarray(record.step_items)[taken]
+            totals = np.asarray(record.step_totals)[taken]
+            items = np.asarray(record.step_items)[taken]
             record.add_epoch(epoch, float(totals.sum()), int(items.sum()))
 
     def forget_steps(self) -> None:
@@ -116,7 +117,8 @@ class Records:
 
     def step_files(self, epoch: int) -> dict[str, Writer]:
         """Return the files that hold the finished epoch's steps, by path below data/."""
-        steps, skipped = np.arange(1, self.num_steps + 1), np.asarray(self.skipped, dtype=bool)
+        steps = np.arange(1, self.num_steps + 1)
+        skipped = np.asarray(self.skipped, dtype=bool)
         files = {
             f"loss_reg_data/train/{register}/step_data_{epoch}.npz": npz_writer(
                 {

@@ -68,7 +68,7 @@ class Snapshots:
 
 
 def _unique(value: Any) -> Any:
-    """Return the one object for equal strings: a pickle's bytes tell whether two of them are one object or not.
+    """Return the one object for equal strings: a pickle's bytes depend on whether two of them are one object.
 
     After a resume, keys that were loaded are other objects than those of states that are created later.
     """

@@ -65,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def check_before_run(arguments: Arguments) -> bool:
-    """Check what a run would find, without data, and tell whether there is anything to run."""
+    """Check what a run would find, without data, and return whether there is anything to run."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     found = inspect_results(paths)
     if found.is_finished and arguments.mode != RESET:

@@ -21,7 +21,9 @@ from pipeline.system.files import num_bytes
 from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline clean digits --keep epoch_10 --yes"
-_POOLS, _OPTIMIZERS, _LOGS = "module_ckps/", "optim_ckps/", "logs"
+_POOLS = "module_ckps/"
+_OPTIMIZERS = "optim_ckps/"
+_LOGS = "logs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +68,8 @@ class _Found:
 
 
 def _find(paths: ExperimentPaths, kept: set[str]) -> _Found:
-    manifest, found = read_current_manifest(paths) or Manifest(), _Found()
+    manifest = read_current_manifest(paths) or Manifest()
+    found = _Found()
     for what, files in _removable(paths, manifest, kept).items():
         found.files |= files
         found.sizes[what] = _freed(manifest, found.files) - sum(found.sizes.values())
@@ -77,7 +80,7 @@ def _find(paths: ExperimentPaths, kept: set[str]) -> _Found:
 
 
 def _removable(paths: ExperimentPaths, manifest: Manifest, kept: set[str]) -> dict[str, set[str]]:
-    """Return committed files that nobody needs to go on, by what they are."""
+    """Return committed files that a resume does not need, by what they are."""
     pools = sorted({path.split("/")[1] for path in manifest.files if path.startswith(f"{_POOLS}epoch_")} - kept)
     found = {f"pool {pool}": {path for path in manifest.files if path.startswith(f"{_POOLS}{pool}/")} for pool in pools}
     optimizers = {path for path in manifest.files if path.startswith(_OPTIMIZERS)}
@@ -105,7 +108,8 @@ def _commit_removal(paths: ExperimentPaths, files: set[str]) -> None:
     try:
         store = ResultsStore(paths, disk, lock.claim)
         store.recover(lambda path: path not in files)
-        progress, run_state = store.current.progress, store.current.run_state
+        progress = store.current.progress
+        run_state = store.current.run_state
         for _ in range(2 if progress.is_finished else 1):
             store.commit(Changes(removed=files, is_partial=not progress.is_finished), progress, run_state)
     finally:

@@ -78,7 +78,7 @@ def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
             yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"
         if found.intact:
             newest = found.intact[0]
-            yield f"  next: {resume}    (goes on from commit {newest.generation}, {newest.progress})"
+            yield f"  next: {resume}    (continues from commit {newest.generation}, {newest.progress})"
         else:
             yield "  next: restore the folder from a backup; nothing here can be resumed"
     elif found.edited_copies:

@@ -111,10 +111,10 @@ def _script(chain: Chain, num_processes: int) -> str:
         if number:
             before = chain[number - 1].paths
             asked = [sys.executable, "-m", "pipeline", "status", before.name, "--exit-code"]
-            told = f"{before.name} has not finished, so {line.paths.name} is not started"
+            reason = f"{before.name} has not finished, so {line.paths.name} is not started"
             lines.append(
                 f"{shlex.join([*asked, '--data-home', str(before.home)])} > /dev/null || "
-                f"{{ echo {shlex.quote(told)}; exit 1; }}"
+                f"{{ echo {shlex.quote(reason)}; exit 1; }}"
             )
         lines.append(line.shown(num_processes))
     return "\n".join(lines)

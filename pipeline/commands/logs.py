@@ -21,7 +21,7 @@ _SECONDS_BETWEEN_LOOKS = 0.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXP")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until no run is alive any more")
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until no run is alive any more")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="how many of the last lines (default: 20)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="what this process printed, if torchrun kept it")
@@ -50,7 +50,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _files(paths: ExperimentPaths, arguments: argparse.Namespace) -> list[Path]:
     if arguments.rank is not None:
         return _rank_files(paths, arguments.rank)
-    # A run in the background that failed before it opened its log has told only its launcher.
+    # A run in the background that failed before it opened its log has written to its launcher's log only.
     chosen = [paths.launcher_log] if arguments.launcher else [paths.log_file, paths.launcher_log]
     found = [path for path in chosen if path.is_file()]
     if not found:
@@ -77,11 +77,14 @@ class _Followed:
     """A file that others append to, replace or empty."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._place, self._inode = path, 0, 0
+        self.path = path
+        self._place = 0
+        self._inode = 0
 
     def show_last(self, count: int) -> None:
         status = self.path.stat()
-        self._place, self._inode = status.st_size, status.st_ino
+        self._place = status.st_size
+        self._inode = status.st_ino
         for line in last_lines(self.path, count):
             print(line, flush=True)
 
@@ -90,7 +93,8 @@ class _Followed:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._place:
-                    self._place, self._inode = 0, status.st_ino
+                    self._place = 0
+                    self._inode = status.st_ino
                 file.seek(self._place)
                 text = file.read()
         except FileNotFoundError:

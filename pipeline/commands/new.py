@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def templates_folder() -> Path:
-    """Return the examples: inside an installed package, or beside it in a checkout."""
+    """Return the examples: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "example_settings"
     return installed if installed.is_dir() else package.parent / "example_settings"
@@ -69,7 +69,7 @@ def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
 
 
 def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:
-    """Copy beside the target and rename, so that an interrupted copy is never taken for an experiment."""
+    """Copy next to the target and rename, so that an interrupted copy is never taken for an experiment."""
     original = read_contents(source / "settings")
     contents = read_contents(source / "settings", overrides)
     staging = target.with_name(f".{target.name}.new")

@@ -1,6 +1,6 @@
 """Rebuild one past step exactly: its items, losses and gradient norms.
 
-The experiment is not touched: a copy of it goes on, in a scratch folder, from the last commit before that step, or
+The experiment is not touched: a copy of it continues, in a scratch folder, from the last commit before that step, or
 from the beginning if no such commit is kept.
 """
 
@@ -161,7 +161,8 @@ def _recorded_step(paths: ExperimentPaths, epoch: int, step: int) -> dict[str, s
     for path, entry in Generations(paths).all_files(manifest).items():
         is_losses = path.startswith("loss_reg_data/train/")
         if path.endswith(f"/step_data_{epoch}.npz") and (is_losses or path.startswith("lr_data/")):
-            arrays, owner = read_any(Generations(paths).stored(entry)), Path(path).parent.name
+            arrays = read_any(Generations(paths).stored(entry))
+            owner = Path(path).parent.name
             names = {"means", "totals", "items"} if is_losses else {"grad_norms"}
             values |= {f"{owner} {name}": arrays[name][step - 1 : step] for name in names}
     if not values and manifest.progress.epoch == epoch:
@@ -175,7 +176,8 @@ def _segment_values(paths: ExperimentPaths, manifest: Manifest, step: int) -> di
     for path, entry in sorted(manifest.files.items()):
         if not path.startswith("running/steps_"):
             continue
-        arrays, first = read_any(Generations(paths).stored(entry)), int(path.split("_")[1].split(".")[0])
+        arrays = read_any(Generations(paths).stored(entry))
+        first = int(path.split("_")[1].split(".")[0])
         if first < step <= first + len(arrays["skipped"]):
             columns = {tuple(name.split("/")): array for name, array in arrays.items()}
             found = {(key[1], names[key[0]]): array for key, array in columns.items() if key[0] in names}

@@ -30,8 +30,8 @@ def execute(arguments: argparse.Namespace) -> int:
     try:
         size = write_report(target, experiments)
     except OSError as error:
-        told = f"{error.filename or target} cannot be used: {error.strerror or error}."
-        raise UsageError(told, "choose another place with --out") from error
+        reason = f"{error.filename or target} cannot be used: {error.strerror or error}."
+        raise UsageError(reason, "choose another place with --out") from error
     print(f"report: {target} ({shown_bytes(size)})")
     return 0
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=int, metavar="N", help="processes on each node (default: one per GPU, else 1)")
     add("--cpus-per-task", type=int, metavar="C", help="CPUs on each node (default: one per process)")
     add("--grace", type=int, default=120, metavar="SECONDS", help="stop this long before the limit (default: 120)")
-    add("--max-requeues", type=int, default=100, metavar="K", help="most times to go on in a new job (default: 100)")
+    add("--max-requeues", type=int, default=100, metavar="K", help="most continuations in a new job (default: 100)")
     add("--at-once", type=int, metavar="N", help="tasks of an array that may run at once (default: all)")
     add(
         "--sbatch",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--print", action="store_true", help="print the script instead of writing it")
     add("--submit", action="store_true", help="submit what was written")
-    parser.add_argument_group("-- FLAGS", "flags of the training run, beside --auto which it always has")
+    parser.add_argument_group("-- FLAGS", "flags of the training run, besides --auto which it always has")
     parser.set_defaults(takes_flags=True)
 
 
@@ -107,7 +107,7 @@ def _line(name: str, arguments: argparse.Namespace) -> TrainingLine:
     paths = ExperimentPaths(data_home(arguments.data_home), name)
     check_known(paths)
     if {"--resume", "--reset"} & {*arguments.flags}:
-        raise UsageError("A job that is requeued must go on where it was: its run always has --auto.")
+        raise UsageError("A job that is requeued must continue where it was: its run always has --auto.")
     flags = ["--auto", *(flag for flag in arguments.flags if flag != "--auto")]
     nproc = arguments.nproc if arguments.nproc is not None else arguments.gpus_per_node or 1
     return training_line(paths, nproc=nproc, flags=flags, in_background=True, num_nodes=arguments.nodes)

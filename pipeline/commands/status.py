@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
     codes = ", ".join(f"{code} {state}" for state, code in EXIT_CODES.items())
-    parser.add_argument("--exit-code", action="store_true", help=f"tell the state by the exit code: {codes}")
+    parser.add_argument("--exit-code", action="store_true", help=f"show the state by the exit code: {codes}")
     parser.add_argument("--lines", type=int, default=3, metavar="N", help="last log lines to show (default: 3)")
 
 
@@ -111,10 +111,11 @@ def _reason(launch: dict[str, Any]) -> str:
 
 
 def _live_lines(status: dict[str, Any]) -> Iterator[str]:
-    owner, age = status["owner"], status["seconds_since_sign_of_life"]
+    owner = status["owner"]
+    age = status["seconds_since_sign_of_life"]
     job = f", job {owner['job']}" if owner.get("job") else ""
     yield f"  running    pid {owner.get('pid')} on {owner.get('host')}{job} since {owner.get('started')}"
-    yield f"  alive      {'no sign of life yet' if age is None else f'last sign of life {age:.0f} s ago'}"
+    yield f"  alive      {'no heartbeat yet' if age is None else f'last heartbeat {age:.0f} s ago'}"
     if not status.get("progress"):
         yield "  now        starting"
         return
@@ -127,7 +128,7 @@ def _live_lines(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _end(ended: dict[str, Any]) -> str:
-    # The process that failed first tells why; the others only that they lost it.
+    # The process that failed first says why; the others only that they lost it.
     error = ended["errors"][0]["error"].strip().splitlines() if ended["errors"] else []
     why = error[-1] if error else ended["reason"]
     return f"{ended['outcome']}: {why}" if why else str(ended["outcome"])

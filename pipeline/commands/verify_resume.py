@@ -30,7 +30,7 @@ examples:
     --set training.gradient_reduction=exact"""
 _QUIET = ("training.checkpoint_every_steps=1", "logging.tensorboard.enabled=false")
 _ADVICE = (
-    "draw from the generators of python, numpy and torch, which are set anew for every batch, instead of one of your "
+    "draw from the generators of python, numpy and torch, which are seeded for every batch, instead of one of your "
     "own; let save and load of a component carry all it remembers; sort sets and listings"
 )
 _ADVICE_FOR_SEVERAL = "; let nothing depend on the rank, on the number of processes or on earlier batches of a process"

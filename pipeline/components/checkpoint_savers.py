@@ -20,7 +20,7 @@ class BaseCheckpointSaver(Stateful):
         """Take the latest evaluation into account; called after the early stopper's update."""
 
     def save_checkpoints(self) -> bool:
-        """Tell whether this epoch keeps its weights as ``epoch_<n>``."""
+        """Return whether this epoch keeps its weights as ``epoch_<n>``."""
         return False
 
 
@@ -30,7 +30,8 @@ class PeriodicCheckpointSaver(BaseCheckpointSaver):
     def __init__(self, every_epochs: int = 1, num_to_keep: int | None = None) -> None:
         if every_epochs < 1:
             raise ValueError(f"every_epochs must be 1 or more, but is {every_epochs} instead.")
-        self.every_epochs, self.num_to_keep = every_epochs, num_to_keep
+        self.every_epochs = every_epochs
+        self.num_to_keep = num_to_keep
         self._is_due = False
 
     def update(self, losses: Losses, loss_weighter: WeighsLosses, early_stopper: Any) -> None:

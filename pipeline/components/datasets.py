@@ -32,7 +32,7 @@ class BaseDataset(Dataset[DataPoint]):
 class BaseDataTransform:
     """A transform of one data point; it may edit the point in place or return a new one.
 
-    It may draw from the generators of python, numpy and torch: they are set anew for every batch.
+    It may draw from the generators of python, numpy and torch: they are seeded for every batch.
     """
 
     def __call__(self, data_point: DataPoint) -> DataPoint | None:

@@ -16,11 +16,11 @@ class BaseEarlyStopper(Stateful):
         """Take the latest evaluation into account; called after each one, epoch 0 included."""
 
     def improvement(self) -> bool:
-        """Tell whether the latest evaluation is the best so far; the ``best`` pool follows it."""
+        """Return whether the latest evaluation is the best so far; the ``best`` pool follows it."""
         return False
 
     def early_stop(self) -> bool:
-        """Tell whether the experiment ends here."""
+        """Return whether the experiment ends here."""
         return False
 
 
@@ -46,8 +46,11 @@ class _PatientEarlyStopper(BaseEarlyStopper):
     ) -> None:
         if max_epochs is None and patience is None:
             raise ValueError(f"{type(self).__name__} needs max_epochs or patience, otherwise training never ends.")
-        self.max_epochs, self.patience, self.startup = max_epochs, patience, startup
-        self.abs_tol, self.rel_tol = abs_tol, rel_tol
+        self.max_epochs = max_epochs
+        self.patience = patience
+        self.startup = startup
+        self.abs_tol = abs_tol
+        self.rel_tol = rel_tol
         self.epoch = 0
         self.num_evaluations = 0
         self.num_waiting = 0
@@ -70,7 +73,9 @@ class _PatientEarlyStopper(BaseEarlyStopper):
     def _judge(self, value: float | None) -> None:
         self.improved = value is not None and self._is_better(value)
         if self.improved:
-            self.best, self.best_epoch, self.num_waiting = value, self.epoch, 0
+            self.best = value
+            self.best_epoch = self.epoch
+            self.num_waiting = 0
         elif self.epoch > self.startup:
             self.num_waiting += 1
 

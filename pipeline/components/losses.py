@@ -13,7 +13,7 @@ from typing import Protocol
 class LossRecord:
     """What one register recorded in one split.
 
-    ``epoch_…`` have one entry per finished epoch (``epochs`` tells which), ``step_…`` one per step of the
+    ``epoch_…`` have one entry per finished epoch (``epochs`` lists them), ``step_…`` one per step of the
     running training epoch. A mean is a total divided by the number of items. Steps that were skipped
     because a loss or gradient was not finite have a NaN mean and do not count in the epoch's values.
     """

@@ -12,7 +12,7 @@ from torch import nn
 class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
 
-    The same object serves training and evaluation; modules tell by ``module.training``. It may also define
+    The same object serves training and evaluation; ``module.training`` distinguishes them. It may also define
     ``predict(batch, modules)``, which returns ``{name: values}``, one entry per item, for ``evaluate --out``.
     """
 

@@ -42,7 +42,8 @@ class TorchScheduler(BaseScheduler):
             raise ValueError(f'per must be "step" or "epoch", but is {per!r} instead.')
         if isinstance(torch_scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric, which schedulers do not see; write a BaseScheduler.")
-        self.torch_scheduler, self.per = torch_scheduler, per
+        self.torch_scheduler = torch_scheduler
+        self.per = per
         self.is_waiting = False
 
     def initialize(self, start_epoch: int) -> None:
@@ -90,7 +91,9 @@ class WarmupScheduler(BaseScheduler):
         then: BaseScheduler | None = None,
         start_factor: float = 0.1,
     ) -> None:
-        self.optimizer, self.warmup_epochs, self.start_factor = optimizer, warmup_epochs, start_factor
+        self.optimizer = optimizer
+        self.warmup_epochs = warmup_epochs
+        self.start_factor = start_factor
         self.then: Any = then or BaseScheduler()
         # A torch scheduler behind this one may have lowered the rates already when it was created.
         self.full_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]

@@ -25,7 +25,7 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run it shows; the same ``run_id`` at every start of an experiment."""
+    """What a tracker knows about the run it shows; the same ``run_id`` at every start of an experiment."""
 
     experiment: str
     run_id: str

@@ -1,4 +1,4 @@
-"""What bits depend on beside code and data: devices, vector units, threads and libraries, compared over ranks."""
+"""What bits depend on besides code and data: devices, vector units, threads and libraries, compared over ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Hardware:
 
 def describe_hardware(device: torch.device) -> Hardware:
     """Return what this rank computes with, as it is set now."""
-    config, is_cuda = torch.__config__.show(), device.type == "cuda"
+    config = torch.__config__.show()
+    is_cuda = device.type == "cuda"
     return Hardware(
         device=device_name(device),
         cpu=cpu_model(),

@@ -47,7 +47,7 @@ OnLoss = Callable[[Loss], None]
 
 
 def has_several_machines() -> bool:
-    """Tell whether several torchruns work together."""
+    """Return whether several torchruns work together."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
@@ -78,7 +78,7 @@ class PeerMonitor:
             _in_background(partial(self._connect, int(port), token, host))
 
     def say_farewell(self) -> None:
-        """Tell the peers that this process ends because it has nothing left to do."""
+        """Send the peers a farewell: this process ends because it has nothing left to do."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(_FAREWELL)
@@ -106,7 +106,8 @@ class PeerMonitor:
         try:
             given, _, host = connection.recv(_MAX_GREETING_BYTES).decode(errors="replace").partition(" ")
         except OSError:
-            given, host = "", ""
+            given = ""
+            host = ""
         if secrets.compare_digest(given.encode(), token.encode()):
             self._watch(connection, host)
         connection.close()

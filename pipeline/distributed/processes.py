@@ -63,7 +63,8 @@ class Processes:
             # Every rank finds the same before it can talk to the others.
             raise error.shared() from None
         device = chosen.device
-        rank, store = int(os.environ.get("RANK", "0")), None
+        rank = int(os.environ.get("RANK", "0"))
+        store = None
         if world_size > 1:
             store = meet(rank, world_size, timeout)
             guard_collectives()
@@ -93,7 +94,7 @@ class Processes:
 
     @property
     def has_joined(self) -> bool:
-        """Tell whether there are others, and they can be talked to."""
+        """Return whether there are others, and they can be talked to."""
         return dist.is_initialized()
 
     @property
@@ -102,7 +103,7 @@ class Processes:
 
     @property
     def was_restarted(self) -> bool:
-        """Tell whether torchrun has started this process again after a failure."""
+        """Return whether torchrun has started this process again after a failure."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
     @property
@@ -110,7 +111,7 @@ class Processes:
         return "none" if self.world_size == 1 else str(dist.get_backend())
 
     def is_first(self, what: str) -> bool:
-        """Tell whether this is the first process of all to say so; one that cannot ask must take itself for it."""
+        """Return whether this is the first process of all to say so; one that cannot ask must take itself for it."""
         answers: list[int] = []
         if self.store is not None:
             # A store on a machine that cannot be reached any more never answers, whatever its timeout is.
@@ -170,7 +171,8 @@ class Processes:
 
     def _begin_sum_of_two(self, tensor: torch.Tensor) -> Callable[[], object]:
         """All-reduce small tensors between two ranks by send and recv: bit-identical, and faster than gloo's ring."""
-        own, peer = tensor.contiguous(), 1 - self.rank
+        own = tensor.contiguous()
+        peer = 1 - self.rank
         other = torch.empty_like(own)
         under_way = [_everyone().send([own], peer, 0), _everyone().recv([other], peer, 0)]
 
@@ -197,7 +199,7 @@ class Processes:
         return work.wait  # type: ignore[no-any-return]
 
     def any(self, statement: bool) -> bool:
-        """Tell on every rank whether the statement holds on any."""
+        """Return, on every rank, whether the statement holds on any."""
         return any(self.gather(statement))
 
     def on_rank_zero(self, action: Callable[[], Result]) -> Result:
@@ -240,7 +242,7 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Tell whether an exception only says that another process has gone."""
+    """Return whether an exception only says that another process has gone."""
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
         return True
     text = str(error)
@@ -248,5 +250,5 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def is_silent_peer(error: BaseException) -> bool:
-    """Tell whether an exception says that another process was waited for in vain."""
+    """Return whether an exception says that another process was waited for in vain."""
     return is_lost_peer(error) and "timed out waiting" in str(error).lower()

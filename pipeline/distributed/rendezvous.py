@@ -18,9 +18,9 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a store of this very start.
 
-    torchrun may keep the store of the processes before a restart, and with it their addresses: whoever reads one of
-    those waits for nobody. Where several torchruns work together, nothing they hand down tells one start from the
-    next, not even the number of restarts. So rank zero draws a name, and gives it to those who ask now.
+    torchrun may keep the store of the processes before a restart, and with it their addresses: a process that reads
+    one of those waits for ever. Where several torchruns work together, nothing they hand down distinguishes one start
+    from the next, not even the number of restarts. So rank zero draws a name, and gives it to those who ask now.
     """
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -29,8 +29,10 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 def receive(store: Store, world_size: int, timeout: timedelta) -> Store:
     """Answer everyone who asks until all others have come; an answer to a dead process is never read."""
-    name, limit = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    shared, missing = PrefixStore(name, store), list(range(1, world_size))
+    name = uuid.uuid4().hex
+    limit = time.monotonic() + timeout.total_seconds()
+    shared = PrefixStore(name, store)
+    missing = list(range(1, world_size))
     while missing:
         for rank in missing:
             if store.check([f"question_{rank}"]):
@@ -56,7 +58,7 @@ def ask(store: Store, rank: int, timeout: timedelta) -> Store:
 
 
 def has_twins(store: Store, world_size: int, identity: str) -> bool:
-    """Tell all ranks whether any two of them have the same identity; an empty one has no twins."""
+    """Return, on all ranks, whether any two of them have the same identity; empty ones do not count."""
     if identity and store.add(f"identity_{identity}", 1) > 1:
         store.set("has_twins", "")
     if store.add("num_identities", 1) == world_size:

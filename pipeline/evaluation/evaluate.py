@@ -86,7 +86,7 @@ def evaluate(
 
 
 def _restored(paths: ExperimentPaths, processes: Processes, request: Request) -> tuple[Experiment, Facts]:
-    """Return the experiment with the weights of a pool, and what tells it from any other."""
+    """Return the experiment with the weights of a pool, and what identifies it."""
 
     def needed(manifest: Manifest) -> list[Entry]:
         weights = _weights(paths, manifest, request.pool).values()
@@ -119,7 +119,9 @@ def _assemble(paths: ExperimentPaths, processes: Processes, request: Request) ->
     settings = processes.on_all_ranks(lambda: parse_settings(read_contents(paths.results / "settings")))
     if settings.training.uses_deterministic_kernels(processes.device.type):
         set_deterministic()
-    mesh, folder, device = mesh_of(processes, settings.training), paths.results / "pymodules", processes.device
+    mesh = mesh_of(processes, settings.training)
+    folder = paths.results / "pymodules"
+    device = processes.device
     return processes.on_all_ranks(lambda: assemble_for_evaluation(folder, settings, device, request.split, mesh))
 
 
@@ -143,7 +145,8 @@ def _same_splits(experiment: Experiment, processes: Processes) -> Fingerprints:
     """Return what the split looks like, once all processes see the same."""
     found = processes.gather(fingerprint_splits(experiment))
     if any(one != found[0] for one in found):
-        where, fix = str(experiment.folder / "datasets"), "sort what comes from a set or a folder"
+        where = str(experiment.folder / "datasets")
+        fix = "sort what comes from a set or a folder"
         what = "get_split_idxs must return the same points in the same order on every process, but does not"
         raise InvalidExperiment([Problem(where, what, fix)]).shared()
     return found[0]
@@ -161,8 +164,8 @@ def _restore(experiment: Experiment, weights: dict[str, ModuleFiles], held: Held
         try:
             module.load_state_dict(held.state(weights[name], targets_in(module)))
         except RuntimeError as error:
-            told = " ".join(str(error).split())
-            raise PipelineError(f"The committed weights of {name!r} must fit the module, but: {told}") from error
+            reason = " ".join(str(error).split())
+            raise PipelineError(f"The committed weights of {name!r} must fit the module, but: {reason}") from error
 
 
 def _restore_counters(experiment: Experiment, manifest: Manifest, held: HeldFiles) -> None:
@@ -175,7 +178,8 @@ def _restore_counters(experiment: Experiment, manifest: Manifest, held: HeldFile
 
 def _facts(paths: ExperimentPaths, manifest: Manifest, request: Request, splits: Fingerprints) -> Facts:
     """Return what shards of one evaluation must agree on."""
-    weights, pool = _weights(paths, manifest, request.pool), pool_entries(paths, manifest, request.pool)
+    weights = _weights(paths, manifest, request.pool)
+    pool = pool_entries(paths, manifest, request.pool)
     digests = {(name, file): one.digest.sha256 for name, files in weights.items() for file, one in files.items()}
     return {
         "experiment": paths.name,

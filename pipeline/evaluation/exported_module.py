@@ -52,15 +52,15 @@ class Exported:
 
 
 def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, trained_only: bool) -> list[Exported]:
-    """Read a pool and the frozen modules beside it, or one module; damaged files are refused by name."""
+    """Read a pool and the frozen modules, or one module; damaged files are refused by name."""
 
     def chosen(manifest: Manifest) -> list[tuple[str, str, ModuleFiles]]:
         pools = [pool] if trained_only or pool == FROZEN else [FROZEN, pool]
         found = [(one, *named) for one in pools for named in pool_entries(paths, manifest, one).items()]
         known = [name for _, name, _ in found]
         if module not in (None, *known):
-            told = f"there are {', '.join(known) or 'none'}.{nearest(str(module), known)}"
-            raise UsageError(f"{paths.name}:{pool} has no module {module!r}; {told}")
+            reason = f"there are {', '.join(known) or 'none'}.{nearest(str(module), known)}"
+            raise UsageError(f"{paths.name}:{pool} has no module {module!r}; {reason}")
         return [one for one in found if module in (None, one[1])]
 
     def needed(manifest: Manifest) -> list[Entry]:
@@ -75,7 +75,8 @@ def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, tr
 
 
 def _place(manifest: Manifest, pool: str, files: ModuleFiles) -> str:
-    epoch, commit = epoch_of(manifest, pool), max(entry.generation for entry in files.values())
+    epoch = epoch_of(manifest, pool)
+    commit = max(entry.generation for entry in files.values())
     return ("" if epoch is None else f"epoch {epoch}, ") + f"commit {commit}"
 
 
@@ -137,9 +138,9 @@ def _safetensors_writer(modules: list[Exported], package: Any) -> Writer:
             # Tensors that share memory are refused; a copy of each shares none.
             content = package.save({key: one.contiguous().clone() for key, one in flat.items()}, metadata=metadata)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            told = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise PipelineError(
-                f"These weights cannot be written as safetensors: {told}.\n  fix: write a .pt file instead."
+                f"These weights cannot be written as safetensors: {reason}.\n  fix: write a .pt file instead."
             ) from error
         file.write(content)
 

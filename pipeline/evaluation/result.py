@@ -106,7 +106,9 @@ def read_shard(path: Path) -> Outcome:
         if "shard" not in found:
             raise UsageError(f"{path} must be a shard of an evaluation, written with --shard, but is not.")
         about = _decoded(found["shard"])
-        (index, count), facts, sums = map(int, about["shard"]), dict(about["facts"]), found["sums"]
+        (index, count) = map(int, about["shard"])
+        facts = dict(about["facts"])
+        sums = found["sums"]
         facts |= {name: {key: int(one) for key, one in dict(facts[name]).items()} for name in ("items", "predicted")}
         rows = len(range(int(facts["batches"]))[index::count])
         if not 0 <= index < count or sums.dtype != np.float64 or sums.shape != (rows, len(facts["items"])):
@@ -118,7 +120,8 @@ def read_shard(path: Path) -> Outcome:
 
 def merge(shards: list[Outcome]) -> Outcome:
     """Put all shards of one evaluation together, or refuse missing, doubled and foreign ones."""
-    first, count = shards[0], shards[0].shard[1]
+    first = shards[0]
+    count = shards[0].shard[1]
     for shard in shards:
         _refuse_foreign(shard, first)
     _refuse_incomplete([shard.shard[0] for shard in shards], count)

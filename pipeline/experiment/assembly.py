@@ -61,7 +61,7 @@ class Experiment:
             module.train(training)
 
     def initialize_schedulers(self) -> None:
-        """Tell each scheduler, once in the life of an experiment, from which epoch on it acts."""
+        """Give each scheduler its first epoch; called once in the life of an experiment."""
         for name, scheduler in self.schedulers.items():
             scheduler.initialize(self.components.optim_sched[name].scheduler_start_epoch)
 

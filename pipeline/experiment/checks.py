@@ -53,7 +53,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
 def _policy_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
     """Yield what the ready policies say about registers that do not exist, or an end that never comes."""
     known = list(settings.register_names)
-    stopper, weighter = components.early_stopper, components.loss_weighter
+    stopper = components.early_stopper
+    weighter = components.loss_weighter
     if isinstance(stopper, RegisterEarlyStopper) and stopper.register not in known:
         yield Problem(
             str(folder / "early_stopper.py"), f"register {stopper.register!r}, {_available(stopper.register, known)}"

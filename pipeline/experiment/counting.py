@@ -10,7 +10,7 @@ from pipeline.experiment.pymodules.user_code import user_problem
 
 
 def count(experiment: Experiment) -> Iterator[None]:
-    """Count point by point, so that the caller can keep in touch with others meanwhile."""
+    """Count point by point, so that the caller can answer other ranks in between."""
     for name, entry in experiment.components.data_counters.items():
         for dataset_name in entry.dataset_names:
             dataset = experiment.components.datasets[dataset_name]

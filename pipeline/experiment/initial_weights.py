@@ -48,10 +48,8 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
             )
         return path
     other = paths.other(str(source.exp_name))
-    pool, module = (
-        check_name(str(source.ckp_pool_name), "ckp_pool_name"),
-        check_name(str(source.module_name), "module_name"),
-    )
+    pool = check_name(str(source.ckp_pool_name), "ckp_pool_name")
+    module = check_name(str(source.module_name), "module_name")
     path = pool_file(other.data, pool, module)
     if not other.results.is_dir():
         known = results_names(paths.home)
@@ -91,7 +89,8 @@ def _one_module(loaded: Any, module_name: str | None, path: Path) -> Mapping[Any
 
 def pick_module(loaded: Any, name: str, path: Path) -> Mapping[Any, Any]:
     """Return a module by name: an entry that is a dict, or all entries whose keys begin with the name and a dot."""
-    modules, prefix = modules_in(loaded, path), f"{name}."
+    modules = modules_in(loaded, path)
+    prefix = f"{name}."
     if isinstance(loaded.get(name), Mapping):
         return cast(Mapping[Any, Any], loaded[name])
     found = {str(key).removeprefix(prefix): one for key, one in loaded.items() if str(key).startswith(prefix)}
@@ -105,13 +104,13 @@ def pick_module(loaded: Any, name: str, path: Path) -> Mapping[Any, Any]:
 def modules_in(loaded: Any, path: Path) -> dict[str, Mapping[Any, Any]]:
     """Return the weights a file holds by module; where it holds those of one without a name, the name is empty.
 
-    Other trainers wrap the weights into an entry of a usual name, beside an optimizer and more.
+    Other trainers wrap the weights into an entry of a usual name, next to an optimizer and more.
     """
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}")
     weights = {str(key): value for key, value in loaded.items() if isinstance(value, Mapping) and _has_tensors(value)}
     wrapped = [key for key in _WRAPPERS if key in weights]
-    # A module without weights is an empty dict; anything else tells that this is more than a file of modules.
+    # A module without weights is an empty dict; anything else shows that this is more than a file of modules.
     others = [value for key, value in loaded.items() if str(key) not in weights]
     has_more = any(not isinstance(value, Mapping) or len(value) > 0 for value in others)
     if wrapped and (len(weights) == 1 or (has_more and wrapped[0] == _WRAPPERS[0])):
@@ -150,7 +149,8 @@ def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource
         for key in sorted(set(own) & set(weights))
         if isinstance(own[key], torch.Tensor) and _shape(own[key]) != _shape(weights[key])
     ]
-    missing, unexpected = sorted(set(own) - set(weights)), sorted(set(weights) - set(own))
+    missing = sorted(set(own) - set(weights))
+    unexpected = sorted(set(weights) - set(own))
     kinds = {"missing": missing, "unexpected": unexpected} if source.strict else {}
     found = [f"{kind} {_first(keys)}" for kind, keys in {**kinds, "differing shapes": shapes}.items() if keys]
     if found:

@@ -93,7 +93,7 @@ class Job:
 
 
 def _output(paths: ExperimentPaths, is_array: bool) -> str:
-    """Return where Slurm writes; beside the error files, because a reset deletes the logs."""
+    """Return where Slurm writes; next to the error files, because a reset deletes the logs."""
     folder = str(paths.error_files).replace("%", "%%")
     return f"{folder}/{'slurm-%A_%a.log' if is_array else paths.launcher_log.name}"
 

@@ -32,7 +32,7 @@ def finish_pending(
 
 
 def finished_lines(paths: ExperimentPaths) -> Iterator[str]:
-    """Yield when an experiment finished, its best value, and how to go on from it."""
+    """Yield when an experiment finished, its best value, and how to continue from it."""
     manifest = read_current_manifest(paths)
     state = manifest.run_state if manifest else {}
     best = state.get("best")

@@ -67,7 +67,7 @@ def refuse_edited_copy(results: Path, digests: dict[str, str], *, is_accepted: b
     """Refuse a frozen copy that is not what was copied, or warn where that was accepted."""
     edited = differing_files(results, digests)
     if edited and not is_accepted:
-        fix = "restore it, or go on with --accept-edited-copy"
+        fix = "restore it, or continue with --accept-edited-copy"
         raise InvalidExperiment([Problem(str(results / name), "the frozen copy was edited", fix) for name in edited])
     for name in edited:
         LOGGER.warning("Continuing with the edited copy of %s, as requested.", name)

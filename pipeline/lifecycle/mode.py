@@ -87,7 +87,7 @@ def all_names(home: Path) -> list[str]:
 
 
 def check_settings_exist(paths: ExperimentPaths) -> None:
-    """Refuse an experiment nobody wrote, naming those that exist."""
+    """Refuse an experiment without a settings folder, naming those that exist."""
     if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
         return
     known = settings_names(paths.home)

@@ -87,7 +87,7 @@ def reset(paths: ExperimentPaths, disk: Disk) -> None:
 
 
 def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
-    """Complete a reset that has renamed the results away; its trash tells that one has begun."""
+    """Complete a reset that has renamed the results away; its trash shows that one has begun."""
     if not paths.trash.exists():
         return
     if paths.logs.is_dir():

@@ -9,10 +9,10 @@ from pipeline.system.launcher_watchdog import launcher_mark
 
 
 def was_started_before(paths: ExperimentPaths, processes: Processes) -> bool:
-    """Tell whether torchrun has started these processes again: after a failure, or as a machine came or went.
+    """Return whether torchrun has started these processes again: after a failure, or as a machine came or went.
 
-    Of failures torchrun tells its processes, and not all machines need agree; of machines that come and go it tells
-    nothing. So each start writes down its torchruns, and one that is there again goes on.
+    torchrun reports failures to its processes, though not on all machines alike; machines that come and go it does
+    not report. So each start records its torchruns, and a torchrun that is there again continues.
     """
     launchers = {launcher for launcher in processes.gather(launcher_mark()) if launcher}
     has_failed = processes.any(processes.was_restarted)

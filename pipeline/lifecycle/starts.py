@@ -45,7 +45,7 @@ def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        # It is written anew with each start: one that cannot be read must not be lost by that.
+        # The file is rewritten with each start, which must not lose one that cannot be read.
         raise PipelineError(f"{error.filename} cannot be read: {error.strerror}.\n  fix: move it away.") from error
     return [_parsed(line) for line in content.decode(errors="replace").splitlines()]
 

@@ -35,7 +35,7 @@ class Curve:
     values: list[float] = field(default_factory=list)
 
     def add(self, epoch: int, values: np.ndarray, num_steps: int, items: np.ndarray | None = None) -> None:
-        """Add the steps of one epoch; one in which a register had no items is no gap, it says nothing."""
+        """Add the steps of one epoch; steps in which a register had no items are left out."""
         has_items = np.ones(len(values), dtype=bool) if items is None else items > 0
         self.epochs += (epoch - 1 + (np.flatnonzero(has_items) + 1) / num_steps).tolist()
         self.values += values[has_items].tolist()
@@ -70,7 +70,7 @@ class History:
         return self._ask(lambda files, _: _loss_weights(files))
 
     def _ask(self, answer: Callable[[dict[str, Path], Manifest | None], Answer]) -> Answer:
-        """Answer from the current commit; a live run may drop its files meanwhile, then from the next."""
+        """Answer from the current commit; if a live run drops its files, from the next one."""
         for number in range(_NUM_TRIES):
             manifest = read_current_manifest(self._paths)
             try:
@@ -93,7 +93,7 @@ class History:
         return found
 
     def _num_steps(self, found: Steps) -> int:
-        """Return the number of steps of an epoch, all of which have as many; 0 if none has ended and nobody says."""
+        """Return the number of steps of an epoch, the same for all; 0 while it is unknown."""
         counted = [sum(epoch <= 1 for epoch in curve.epochs) for curve in found.rates.values()]
         said = read_status(self._paths.status_file).get("num_steps")
         return max(counted, default=0) or (said if isinstance(said, int) else 0)
@@ -112,7 +112,8 @@ def _epoch_of(path: str) -> int:
 
 
 def _epochs(files: dict[str, Path], split: str) -> dict[str, Curve]:
-    prefix, suffix = f"loss_reg_data/{split}/", "/epoch_data.npz"
+    prefix = f"loss_reg_data/{split}/"
+    suffix = "/epoch_data.npz"
     curves = {}
     for path in sorted(path for path in files if path.startswith(prefix) and path.endswith(suffix)):
         with columns_of(files[path]) as found:

@@ -8,8 +8,12 @@ from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import shows_life
 from pipeline.system.slurm_client import PENDING
 
-FINISHED, RUNNING, STARTING, WAITING = "finished", "running", "starting", "waiting"
-UNFINISHED, NEW = "unfinished", "new"
+FINISHED = "finished"
+RUNNING = "running"
+STARTING = "starting"
+WAITING = "waiting"
+UNFINISHED = "unfinished"
+NEW = "new"
 LIVE = (RUNNING, STARTING, WAITING)
 
 

@@ -1,6 +1,6 @@
 """The journal: how long epochs took and how each start of an experiment ended, one JSON line each.
 
-It lies among the logs, because none of it is needed to go on and none of it is the same twice.
+It lies among the logs, because a resume does not need it and no two runs write the same.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 from pipeline.system.files import read_regular
 from pipeline.system.logging import LOGGER
 
-START, EPOCH, END = "start", "epoch", "end"
+START = "start"
+EPOCH = "epoch"
+END = "end"
 
 
 class Journal:
     """Appends one line at a time; a failure to write never stops the training."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self._path, self.rank = path, rank
+        self._path = path
+        self.rank = rank
         self.start = 0
         self._has_warned = False
 

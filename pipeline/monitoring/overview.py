@@ -21,8 +21,9 @@ from pipeline.system.formatting import as_json
 
 
 def describe(paths: ExperimentPaths) -> dict[str, Any]:
-    """Return what is known of one experiment: the committed state tells, the status file adds."""
-    situation, state = inspect_results(paths), state_of(paths)
+    """Return what is known of one experiment: from the committed state, with details of the status file."""
+    situation = inspect_results(paths)
+    state = state_of(paths)
     status = read_status(paths.status_file) if situation.exists else {}
     is_running = state == RUNNING
     return {

@@ -11,14 +11,20 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.store.lock import shows_life
 
-FINISHED, STOPPED, FAILED, KILLED, RUNNING, UNKNOWN = "finished", "stopped", "failed", "killed", "running", "unknown"
+FINISHED = "finished"
+STOPPED = "stopped"
+FAILED = "failed"
+KILLED = "killed"
+RUNNING = "running"
+UNKNOWN = "unknown"
 Event = dict[str, Any]
 _MAX_CHARACTERS = 20_000
 
 
 def outcomes(paths: ExperimentPaths) -> list[dict[str, Any]]:
     """Return one entry per start, the first start first."""
-    starts, events = read_starts(paths), read_journal(paths.journal_file)
+    starts = read_starts(paths)
+    events = read_journal(paths.journal_file)
     found = []
     for number, start in enumerate(starts, 1):
         own = [event for event in events if event.get("start") == number]
@@ -55,7 +61,7 @@ def _ends(events: list[Event]) -> list[Event]:
 
 def _outcome(events: list[Event], is_live: bool) -> dict[str, Any]:
     ends = _ends(events)
-    # Whoever failed first has written first: the others only missed it.
+    # The process that failed first has written first; the others only report its loss.
     failures = [event for event in events if event.get("error")]
     errors = [{"rank": event.get("rank"), "error": str(event["error"])[:_MAX_CHARACTERS]} for event in failures]
     if ends:

@@ -47,7 +47,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Tell whether a value is of the kind that its name promises; anyone may have written the file."""
+    """Return whether a value is of the kind that its name promises; anyone may have written the file."""
     if name == "last":
         return _are_losses(value)
     if name == "best":

@@ -1,1 +1,1 @@
-"""The report: one page that tells how an experiment went, written without torch."""
+"""The report: one page about an experiment, written without torch."""

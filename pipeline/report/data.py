@@ -27,7 +27,9 @@ _SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 
 def collect(paths: ExperimentPaths, max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Return the story of one experiment; ``max_points`` limits each of its series."""
-    manifest, starts, settings = read_current_manifest(paths), outcomes(paths), _settings(paths)
+    manifest = read_current_manifest(paths)
+    starts = outcomes(paths)
+    settings = _settings(paths)
     steps = History(paths).steps()
     run_state = manifest.run_state if manifest else {}
     return {

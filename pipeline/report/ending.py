@@ -22,7 +22,7 @@ def reported(paths: ExperimentPaths, journal: Journal, close: Callable[[], None]
     except BaseException as error:
         journal.note(END, outcome="failed", error=_told(error))
         close()
-        # Whoever interrupts wants to leave at once.
+        # After an interrupt, end at once.
         if journal.rank == 0 and isinstance(error, Exception):
             _name(leave_report(paths))
         raise

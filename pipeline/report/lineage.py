@@ -16,7 +16,9 @@ _MAX_EXPERIMENTS = 50
 
 def lineage(paths: ExperimentPaths) -> list[dict[str, str]]:
     """Return where modules took their weights from, for the experiment and for those it builds on."""
-    found, waiting, seen = [], [paths.name], {paths.name}
+    found = []
+    waiting = [paths.name]
+    seen = {paths.name}
     while waiting and len(seen) <= _MAX_EXPERIMENTS:
         name = waiting.pop(0)
         links = list(_links(paths, name))

@@ -43,15 +43,16 @@ def leave_report(paths: ExperimentPaths) -> Path | None:
 
 def page(stories: Sequence[dict[str, Any]]) -> str:
     """Return the HTML text that shows these stories."""
-    style, script = _asset("style.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    told = {"stories": stories, "written": time.strftime("%Y-%m-%d %H:%M:%S%z"), "version": pipeline.__version__}
+    style = _asset("style.css")
+    script = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    embedded = {"stories": stories, "written": time.strftime("%Y-%m-%d %H:%M:%S%z"), "version": pipeline.__version__}
     parts = {
         "title": html.escape(", ".join(story["name"] for story in stories)),
         "style_digest": _digest(style),
         "script_digest": _digest(script),
         "style": style,
         "script": script,
-        "stories": _embedded(told),
+        "stories": _embedded(embedded),
     }
     # One pass over the template, so that nothing that is filled in is taken for a place to fill.
     pieces = _asset("page.html").split("%%")
@@ -63,7 +64,7 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return what tells a browser that this very text is ours; nothing else on the page may run."""
+    """Return the digest by which the content policy lets this script run, and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

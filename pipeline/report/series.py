@@ -19,14 +19,15 @@ def series(curve: Curve, max_points: int = MAX_POINTS) -> dict[str, list[float |
 
 
 def shortened(value: Any) -> float | None:
-    """Return a number with the digits a picture can show, or None for what is no finite number."""
+    """Return a number with the digits a picture can show, or None for what is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         return None
     return float(f"{value:.6g}")
 
 
 def _thinned(curve: Curve, num_stretches: int) -> Curve:
-    epochs, values = np.asarray(curve.epochs, dtype=float), np.asarray(curve.values, dtype=float)
+    epochs = np.asarray(curve.epochs, dtype=float)
+    values = np.asarray(curve.values, dtype=float)
     values = np.where(np.isfinite(values), values, np.nan)
     stretches = np.array_split(np.arange(len(values)), num_stretches)
     kept = sorted({0, *(place for stretch in stretches for place in _kept(stretch, values)), len(values) - 1})

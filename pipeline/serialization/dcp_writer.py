@@ -30,7 +30,7 @@ from pipeline.system.disk import Disk, bytes_writer
 def save_shards(states: Mapping[Path, dict[str, Any]], processes: Processes) -> None:
     """Write states into folders together with all other ranks, each its own pieces; an error of one is an error of all.
 
-    What rank zero does alone comes last: no rank may leave while others go on to write together.
+    What rank zero does alone comes last: no rank may leave while others still write together.
     """
     split = {folder: split_state(state) for folder, state in states.items()}
     for folder, (tensors, _) in split.items():
@@ -84,9 +84,9 @@ def _check_complete(folder: Path, index: bytes) -> None:
 
 def _refusal(folder: Path, error: CheckpointException) -> PipelineError:
     rank, (reason, _) = next(iter(error.failures.items()))
-    told = (str(reason) or type(reason).__name__).splitlines()[0]
+    first_line = (str(reason) or type(reason).__name__).splitlines()[0]
     return PipelineError(
-        f"Could not save {folder} on rank {rank}: {told}. The last commit is intact.\n"
+        f"Could not save {folder} on rank {rank}: {first_line}. The last commit is intact.\n"
         "  fix: free space or restore access, then run again with --auto."
     )
 
@@ -111,6 +111,6 @@ def _index(metadata: Metadata, paths: Mapping[str, Keys]) -> bytes:
 
 def _entry(path: Keys, tensor: Any, pieces: list[list[Any]]) -> dict[str, Any]:
     dtype = str(tensor.properties.dtype).removeprefix("torch.")
-    # A process that has nothing of a tensor is no part of it.
+    # A process that has nothing of a tensor does not take part.
     pieces = sorted(piece for piece in pieces if math.prod(piece[1]))
     return {"path": list(path), "dtype": dtype, "shape": list(tensor.size), "pieces": pieces}

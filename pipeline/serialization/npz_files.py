@@ -21,8 +21,10 @@ from pipeline.errors import UnreadableFile
 from pipeline.paths import is_inside
 from pipeline.system.files import regular_size
 
-_ZIP_START, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
-_LARGE_ZIP_END, _LOCATOR = b"PK\x06\x06", b"PK\x06\x07"
+_ZIP_START = b"PK\x03\x04"
+_ZIP_END = b"PK\x05\x06"
+_LARGE_ZIP_END = b"PK\x06\x06"
+_LOCATOR = b"PK\x06\x07"
 # Signature, length and place of the list of entries; in a large archive also the locator of this very record.
 _END = struct.Struct("<4s8x2L2x")
 _LARGE_END = struct.Struct("<4s36x2Q4s4xQ4x")
@@ -43,13 +45,13 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 
 @contextmanager
 def columns_of(path: Path) -> Iterator[dict[str, np.ndarray]]:
-    """Give the arrays of an npz file to code that knows what must be in it; what does not fit is told as damage."""
+    """Give the arrays of an npz file to code that knows what must be in it; what does not fit is reported as damage."""
     found = load_arrays(path)
     try:
         yield found
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UnreadableFile(f"{path} must hold the columns that were recorded, but {told}.") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UnreadableFile(f"{path} must hold the columns that were recorded, but {reason}.") from error
 
 
 @contextmanager
@@ -78,9 +80,9 @@ def told_as_unreadable(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise UnreadableFile(f"{path} must be a file of {what}, but: {error.strerror or error}.") from error
     except Exception as error:
-        # A file that is no archive makes the readers raise almost anything.
-        told = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise UnreadableFile(f"{path} must be a file of {what}, but {told}.") from error
+        # A file that is not an archive makes the readers raise almost anything.
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UnreadableFile(f"{path} must be a file of {what}, but {reason}.") from error
 
 
 def _check_frame(file: BinaryIO, size: int) -> None:
@@ -133,7 +135,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 
 
 def is_entry_name(name: str) -> bool:
-    """Tell whether a name stays inside an archive wherever that is unpacked."""
+    """Return whether a name stays inside an archive wherever that is unpacked."""
     return is_inside(name) and name.isprintable() and "\\" not in name
 
 

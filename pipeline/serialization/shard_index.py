@@ -47,7 +47,7 @@ class StoredTensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor; of one that is not sharded, all of it.
 
-    A sharded tensor is told by what it can do: to import its class would make every start of torch half as long again.
+    A sharded tensor is recognised by what it can do: importing its class would make torch half as long again to start.
     """
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 

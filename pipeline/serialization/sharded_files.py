@@ -3,7 +3,7 @@
     __<rank>_0.distcp   the pieces of one process
     .metadata           where torch looks for them
     index.json          the same for us: safe to read, and checked before anything is allocated
-    values.pt           all of the state that is no tensor
+    values.pt           all of the state that is not a tensor
 
 Any number of processes can read what any number has written, each its own pieces and without talking to the others.
 """
@@ -24,7 +24,8 @@ from pipeline.serialization.shard_index import Keys, Piece, StoredTensor, local_
 from pipeline.serialization.torch_files import load_tensors, load_weights
 from pipeline.system.files import regular_size
 
-INDEX, VALUES = "index.json", "values.pt"
+INDEX = "index.json"
+VALUES = "values.pt"
 _WHAT = "shards written by torch's distributed checkpoint"
 Target = Callable[[StoredTensor], torch.Tensor]
 
@@ -74,7 +75,8 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 class _Folder:
     def __init__(self, folder: Path, opened: Mapping[str, BinaryIO] | None) -> None:
-        self._folder, self._opened = folder, opened
+        self._folder = folder
+        self._opened = opened
 
     def _file(self, name: str) -> AbstractContextManager[BinaryIO]:
         return opened_file(self._folder / name) if self._opened is None else nullcontext(self._opened[name])
@@ -138,9 +140,11 @@ Slices = tuple[slice, ...]
 
 def _overlap(ours: Box, theirs: Box) -> tuple[Slices, Slices] | None:
     """Return the part that two boxes, given by offsets and shapes, have in common, as each of them counts."""
-    here, there = list[slice](), list[slice]()
+    here = list[slice]()
+    there = list[slice]()
     for offset, length, other, other_length in zip(*ours, *theirs, strict=True):
-        start, end = max(offset, other), min(offset + length, other + other_length)
+        start = max(offset, other)
+        end = min(offset + length, other + other_length)
         if start >= end:
             return None
         here.append(slice(start - offset, end - offset))

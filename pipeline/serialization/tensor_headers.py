@@ -61,7 +61,8 @@ def _extent(name: str, entry: Any) -> tuple[int, int]:
         raise ValueError(f"its entry {name!r} describes no tensor")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in _ITEM_BYTES:
         raise ValueError(f"tensor {name!r} has the unknown type {entry['dtype']!r}")
-    shape, offsets = entry["shape"], entry["data_offsets"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not (_are_lengths(shape) and _are_lengths(offsets)) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has no proper shape or place")
     if math.prod(shape) * _ITEM_BYTES[entry["dtype"]] != offsets[1] - offsets[0]:

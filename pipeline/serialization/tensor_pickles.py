@@ -1,6 +1,6 @@
 """What a checkpoint's pickle asks for, found out without doing any of it.
 
-torch's safe reader runs no foreign code, but it may still be told to make an array of any size. Here the same
+torch's safe reader runs no foreign code, but a file can still make it allocate an array of any size. Here the same
 instructions are followed over names and numbers alone, so that a file is refused before anything is allocated.
 """
 
@@ -116,7 +116,8 @@ class _Machine:
         self._stack = []
 
     def _pop_marked(self) -> list[Any]:
-        items, self._stack = self._stack, self._marked.pop()
+        items = self._stack
+        self._stack = self._marked.pop()
         return items
 
     def _tuple(self, argument: None) -> None:
@@ -155,7 +156,8 @@ class _Machine:
     def _binget(self, argument: int) -> None:
         self._stack.append(self._memo[argument])
 
-    _long_binput, _long_binget = _binput, _binget
+    _long_binput = _binput
+    _long_binget = _binget
 
     def _global(self, argument: str) -> None:
         self._stack.append(_Name(argument))
@@ -173,11 +175,13 @@ class _Machine:
         self._stack.append(_Storage(self._storages[key], _ITEM_BYTES[name]))
 
     def _reduce(self, argument: None) -> None:
-        arguments, callee = self._stack.pop(), self._stack.pop()
+        arguments = self._stack.pop()
+        callee = self._stack.pop()
         self._stack.append(self._call(callee, arguments))
 
     def _newobj(self, argument: None) -> None:
-        arguments, kind = self._stack.pop(), self._stack.pop()
+        arguments = self._stack.pop()
+        kind = self._stack.pop()
         if not isinstance(kind, _Name) or kind.name not in self._vouched:
             raise ValueError(_would_call(kind))
         self._stack.append(self._call(kind, arguments))
@@ -207,7 +211,7 @@ def _would_call(callee: Any) -> str:
 
 
 def _vouched_names() -> set[str]:
-    """Return what an experiment's own code has told torch to trust."""
+    """Return what an experiment's own code has made torch trust."""
     named = [one if isinstance(one, tuple) else (one, None) for one in torch.serialization.get_safe_globals()]
     return {" ".join(name.rsplit(".", 1)) if name else f"{one.__module__} {one.__name__}" for one, name in named}
 

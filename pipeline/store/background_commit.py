@@ -13,7 +13,7 @@ from pipeline.system.disk import Changes, low_priority_executor
 
 
 class Commits:
-    """Takes a copy of the state at once and makes it permanent while the training goes on.
+    """Takes a copy of the state at once and makes it permanent while the training continues.
 
     ``in_background=False`` does the same work before returning. What is committed is the same.
     """
@@ -34,7 +34,9 @@ class Commits:
 
     def complete(self, then: Callable[[], None]) -> None:
         """Let what was begun become permanent; ``then`` is called by this thread once it is."""
-        rest, self._rest, self._then = self._rest, _nothing, then
+        rest = self._rest
+        self._rest = _nothing
+        self._then = then
         if self._executor is None:
             rest()
             self._conclude()
@@ -43,7 +45,7 @@ class Commits:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether something is being written."""
+        """Return whether something is being written."""
         return self._pending is not None and not self._pending.done()
 
     def poll(self) -> None:
@@ -54,12 +56,14 @@ class Commits:
     def wait(self) -> None:
         """Return when nothing is being written any more."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            pending = self._pending
+            self._pending = None
             pending.result()
             self._conclude()
 
     def _conclude(self) -> None:
-        then, self._then = self._then, _nothing
+        then = self._then
+        self._then = _nothing
         then()
 
     def close(self) -> None:

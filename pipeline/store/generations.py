@@ -45,7 +45,7 @@ class Generations:
         return read_manifest(self.manifest_file(generation))
 
     def older(self, manifest: Manifest) -> list[Manifest]:
-        """Return those of the manifests beside this one that can be read, the newest first."""
+        """Return those of the other manifests that can be read, the newest first."""
         found = (self.manifest(generation) for generation in manifest.older)
         return [older for older in found if older is not None]
 
@@ -82,7 +82,7 @@ class Generations:
         return own | manifest.objects() | sealed | {entry.object for entry, _ in lists}
 
     def has_whole_chain(self, manifest: Manifest) -> bool:
-        """Tell whether every list of sealed files can be read."""
+        """Return whether every list of sealed files can be read."""
         return all(files is not None for _, files in self.sealed_lists(manifest.sealed))
 
     def needed(self, manifest: Manifest, is_needed: Callable[[str], bool]) -> dict[str, Entry]:
@@ -102,14 +102,14 @@ class Generations:
 
 
 def is_same(target: Path, source: Path) -> bool:
-    """Tell whether a name in data/ stands for a stored file: a hard link, or a copy where there are none."""
+    """Return whether a name in data/ stands for a stored file: a hard link, or a copy where there are none."""
     if not target.is_file() or not source.is_file():
         return False
     return target.samefile(source) or (target.stat().st_nlink == 1 and Digest.of(target) == Digest.of(source))
 
 
 def matches(path: Path, digest: Digest) -> bool:
-    """Tell whether a file is what its digest says; one that cannot be read is not."""
+    """Return whether a file is what its digest says; one that cannot be read is not."""
     try:
         return regular_size(path) == digest.size and Digest.of(path) == digest
     except OSError:

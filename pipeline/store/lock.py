@@ -33,12 +33,14 @@ from pipeline.system.files import read_regular
 from pipeline.system.launcher_watchdog import process_mark
 from pipeline.system.logging import LOGGER
 
-SECONDS_BETWEEN_BEATS = 3.0
-_BEATS_TO_WAIT_FOR = 5
-_OWNER_FILE, _BEAT_FILE, _STOP_FILE = "owner.json", "beat", "stop.request"
+HEARTBEAT_SECONDS = 3.0
+_HEARTBEATS_TO_WAIT_FOR = 5
+_OWNER_FILE = "owner.json"
+_HEARTBEAT_FILE = "beat"
+_STOP_FILE = "stop.request"
 _PREFIX = "claim_"
-# Whoever looks whether a run is alive holds the lock for an instant, which must not be taken for a run.
-_SECONDS_FOR_LOOKERS = 0.5
+# A check whether a run is alive holds the lock for an instant, which must not be taken for a run.
+_SECONDS_FOR_READERS = 0.5
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -65,7 +67,7 @@ class Claim:
             )
         raise StateConflict(
             f"This run has lost experiment {self._paths.name!r}: it was taken over by {_described(self._paths)}.\n"
-            "  It stops without writing; the other run goes on."
+            "  It stops without writing; the other run continues."
         )
 
 
@@ -73,7 +75,8 @@ class RunLock:
     """Held by rank zero for the whole run."""
 
     def __init__(self, paths: ExperimentPaths, disk: Disk | None = None) -> None:
-        self._paths, self._disk = paths, disk or Disk()
+        self._paths = paths
+        self._disk = disk or Disk()
         self._lock = _kernel_lock(paths)
         self.claim = Claim(paths)
         self._has_ended = threading.Event()
@@ -85,7 +88,7 @@ class RunLock:
         has_kernel_lock = self._take_kernel_lock()
         try:
             self._refuse_if_alive(has_kernel_lock)
-            self._stake()
+            self._write_claim()
         except BaseException as error:
             self._lock.release()
             if isinstance(error, PipelineError) and not self._paths.lock_file.exists():
@@ -99,9 +102,9 @@ class RunLock:
         return StateConflict(f"Experiment {self._paths.name!r} is being reset by {by} at this moment; try again.")
 
     def _take_kernel_lock(self) -> bool:
-        """Take the kernel's lock; tell whether the file system has one."""
+        """Take the kernel's lock; return whether the file system has locks."""
         try:
-            self._lock.acquire(timeout=_SECONDS_FOR_LOOKERS, poll_interval=0.01)
+            self._lock.acquire(timeout=_SECONDS_FOR_READERS, poll_interval=0.01)
         except Timeout:
             raise StateConflict(_in_use(self._paths)) from None
         except (NotImplementedError, OSError) as error:
@@ -125,24 +128,25 @@ class RunLock:
             if _is_alive(folder, has_kernel_lock):
                 raise StateConflict(_in_use(self._paths))
 
-    def _stake(self) -> None:
+    def _write_claim(self) -> None:
         """Set up the claim and take away all others, each in one rename, before anything is read."""
         owner = _this_owner()
         self._disk.make_scratch_folder(self.claim.folder, self._paths.results)
         self._disk.write(self.claim.folder / _OWNER_FILE, json_writer(owner))
-        self._disk.write(self.claim.folder / _BEAT_FILE, bytes_writer(_beat(0)))
+        self._disk.write(self.claim.folder / _HEARTBEAT_FILE, bytes_writer(_heartbeat(0)))
         for entry in sorted(self._paths.temp_data.iterdir()):
             if entry != self.claim.folder:
                 self._disk.rename(entry, self.claim.folder / f"taken_{entry.name}")
                 self._disk.remove_tree(self.claim.folder / f"taken_{entry.name}")
         # Two runs that took each other's claim are both refused here.
         self.claim.check()
-        lock_file, content = self._paths.lock_file, json.dumps(owner) + "\n"
+        lock_file = self._paths.lock_file
+        content = json.dumps(owner) + "\n"
         self._disk.perform("write", lock_file, lambda: lock_file.write_text(content))
         for path in self._paths.left_behind():
             self._disk.remove_tree(path)
-        arguments = (self.claim.folder / _BEAT_FILE, self._has_ended)
-        threading.Thread(target=_show_life, args=arguments, name="signs of life", daemon=True).start()
+        arguments = (self.claim.folder / _HEARTBEAT_FILE, self._has_ended)
+        threading.Thread(target=_heartbeat_loop, args=arguments, name="heartbeat", daemon=True).start()
 
     def release(self) -> None:
         """Give the experiment back, if it was held; what cannot be removed is left to the next run."""
@@ -157,13 +161,13 @@ def _kernel_lock(paths: ExperimentPaths) -> FileLock:
     return FileLock(paths.lock_file, fallback_to_soft=False)
 
 
-def _show_life(beat_file: Path, has_ended: threading.Event) -> None:
+def _heartbeat_loop(beat_file: Path, has_ended: threading.Event) -> None:
     number = 0
-    while not has_ended.wait(SECONDS_BETWEEN_BEATS):
+    while not has_ended.wait(HEARTBEAT_SECONDS):
         number += 1
         try:
             with beat_file.open("r+b") as file:
-                file.write(_beat(number))
+                file.write(_heartbeat(number))
         except FileNotFoundError:
             # Taken over, or removed with the whole experiment: the next commit will say so.
             return
@@ -171,8 +175,8 @@ def _show_life(beat_file: Path, has_ended: threading.Event) -> None:
             continue
 
 
-def _beat(number: int) -> bytes:
-    """Return a sign of life of fixed width, so that it is replaced in one small write."""
+def _heartbeat(number: int) -> bytes:
+    """Return a heartbeat of fixed width, so that it is replaced in one small write."""
     return b"%012d\n" % number
 
 
@@ -181,7 +185,7 @@ def _claims(paths: ExperimentPaths) -> list[Path]:
 
 
 def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
-    """Tell whether the owner of a claim lives: by the process table on this host, by its signs of life elsewhere."""
+    """Return whether the owner of a claim lives: by the process table on this host, by its heartbeat elsewhere."""
     owner = read_json(folder / _OWNER_FILE)
     if owner.get("host") == socket.gethostname():
         return not has_kernel_lock and _is_running(owner)
@@ -190,7 +194,7 @@ def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
     LOGGER.warning(
         "A previous run on host %s left no exit record; waiting up to 15 s for its heartbeat.", owner.get("host", "?")
     )
-    return _is_beating(folder / _BEAT_FILE)
+    return _is_beating(folder / _HEARTBEAT_FILE)
 
 
 def _is_running(owner: dict[str, Any]) -> bool:
@@ -199,9 +203,9 @@ def _is_running(owner: dict[str, Any]) -> bool:
 
 def _is_beating(path: Path) -> bool:
     first = _content(path)
-    limit = time.monotonic() + _BEATS_TO_WAIT_FOR * SECONDS_BETWEEN_BEATS
+    limit = time.monotonic() + _HEARTBEATS_TO_WAIT_FOR * HEARTBEAT_SECONDS
     while time.monotonic() < limit:
-        time.sleep(SECONDS_BETWEEN_BEATS / 4)
+        time.sleep(HEARTBEAT_SECONDS / 4)
         if _content(path) != first:
             return True
     return False
@@ -215,12 +219,12 @@ def _content(path: Path) -> bytes:
 
 
 def is_held(paths: ExperimentPaths) -> bool:
-    """Tell whether a run is alive on this file system's word, changing nothing on disk."""
+    """Return whether a run is alive on this file system's word, changing nothing on disk."""
     if not paths.lock_file.exists():
         return False
     lock = _kernel_lock(paths)
     try:
-        lock.acquire(timeout=_SECONDS_FOR_LOOKERS / 5, poll_interval=0.005)
+        lock.acquire(timeout=_SECONDS_FOR_READERS / 5, poll_interval=0.005)
     except Timeout:
         return True
     except (NotImplementedError, OSError) as error:
@@ -235,25 +239,25 @@ def find_stop_file(paths: ExperimentPaths) -> Path | None:
     """Return where the live run looks for a request, or None while it has no claim yet; a dead run's does not count."""
     claims = _claims(paths)
     living = [folder for folder in claims if _is_running(read_json(folder / _OWNER_FILE))]
-    # Elsewhere, and in a container with processes of its own, signs of life must do.
-    found = living or [folder for folder in claims if _is_beating(folder / _BEAT_FILE)]
+    # Elsewhere, and in a container with processes of its own, the heartbeat decides.
+    found = living or [folder for folder in claims if _is_beating(folder / _HEARTBEAT_FILE)]
     return found[0] / _STOP_FILE if found else None
 
 
 def seconds_since_beat(paths: ExperimentPaths) -> float | None:
-    """Return the age of the latest sign of life by this machine's clock, or None if nobody claims the experiment."""
+    """Return the age of the latest heartbeat by this machine's clock, or None without a claim."""
     ages = []
     for folder in _claims(paths):
         with contextlib.suppress(OSError):
-            ages.append(time.time() - (folder / _BEAT_FILE).stat().st_mtime)
+            ages.append(time.time() - (folder / _HEARTBEAT_FILE).stat().st_mtime)
     return max(0.0, min(ages)) if ages else None
 
 
 def shows_life(paths: ExperimentPaths) -> bool:
-    """Tell whether a run is alive, here or on another machine: by the lock, else by a sign of life that is fresh."""
+    """Return whether a run is alive, here or on another machine: by the lock, else by a recent heartbeat."""
     age = seconds_since_beat(paths)
     is_elsewhere = read_owner(paths).get("host") != socket.gethostname()
-    return is_held(paths) or (is_elsewhere and age is not None and age < _BEATS_TO_WAIT_FOR * SECONDS_BETWEEN_BEATS)
+    return is_held(paths) or (is_elsewhere and age is not None and age < _HEARTBEATS_TO_WAIT_FOR * HEARTBEAT_SECONDS)
 
 
 def check_free(paths: ExperimentPaths) -> None:

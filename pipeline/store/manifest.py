@@ -47,11 +47,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One committed generation; ``older`` are those that stay loadable beside it, the newest first.
+    """One committed generation; ``older`` are those that stay loadable with it, the newest first.
 
     ``sealed`` points at the newest list of files that never change again; each list names the one before
     it, so a commit writes only what is new however long the history is. A partial commit shares its most
-    important files with the one before. ``fingerprints`` tell what the datasets looked like.
+    important files with the one before. ``fingerprints`` describe the datasets.
     """
 
     generation: int = 0

@@ -15,7 +15,8 @@ class View:
     """Shows and hides names; all of it can be repeated at any time, because the generations have the bytes."""
 
     def __init__(self, paths: ExperimentPaths, disk: Disk) -> None:
-        self._paths, self._disk = paths, disk
+        self._paths = paths
+        self._disk = disk
 
     def show(self, entries: dict[str, Entry], staging: Path) -> None:
         """Give every file its public name; ``staging`` is a folder of this run on the same file system."""
@@ -38,7 +39,7 @@ class View:
                 self._disk.remove_empty_folders((self._paths.data / path).parent, self._paths.data)
 
     def is_complete(self, entries: dict[str, Entry]) -> bool:
-        """Tell, changing nothing, whether every file has its public name."""
+        """Return whether every file has its public name; changes nothing."""
         visible = {path: entry for path, entry in entries.items() if not path.startswith(HIDDEN)}
         places = [(self._paths.data / path, self._paths.generations / entry.object) for path, entry in visible.items()]
         return all(is_same(target, source) for target, source in places)

@@ -5,9 +5,9 @@
     state.json                          names the current generation; replacing it is the commit
     data/                               the current generation under its public names, by hard links
 
-A commit writes new files, makes them durable, moves them in one rename beside the older generations and
+A commit writes new files, makes them durable, moves them in one rename next to the older generations and
 then replaces state.json. All that comes after, showing the files in data/ and dropping generations that
-nobody needs, can be repeated at any time. At least the two latest commits stay loadable.
+is not needed any more, can be repeated at any time. At least the two latest commits stay loadable.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class ResultsStore:
     """Commits and recovers the state of one experiment on behalf of the run that holds the claim."""
 
     def __init__(self, paths: ExperimentPaths, disk: Disk, claim: Claim) -> None:
-        self._paths, self._disk, self.claim = paths, disk, claim
-        self._generations, self._view = Generations(paths), View(paths, disk)
+        self._paths = paths
+        self._disk = disk
+        self.claim = claim
+        self._generations = Generations(paths)
+        self._view = View(paths, disk)
         self.current = Manifest()
         self._older: list[Manifest] = []
         self._next = 1
@@ -100,11 +103,12 @@ class ResultsStore:
             ) from error
 
     def _kept(self, is_partial: bool) -> list[Manifest]:
-        """Return the older commits that stay beside a new one: the latest, and on until two have weights of their own.
+        """Return the older commits that stay with a new one: the latest, and on until two have weights of their own.
 
-        A commit that shares its weights with the one before is no safer than that.
+        A commit that shares its weights with the one before is not safer than that.
         """
-        kept, num_full = [], 0 if is_partial else 1
+        kept = []
+        num_full = 0 if is_partial else 1
         for manifest in [self.current, *self._older] if self.current.generation else []:
             kept.append(manifest)
             num_full += not manifest.is_partial
@@ -123,14 +127,15 @@ class ResultsStore:
         self._next += 1
         previous = self.current
         dropped = [one for one in [previous, *self._older] if one.generation not in manifest.older]
-        self.current, self._older = manifest, kept
-        # Whoever has taken over meanwhile does the rest, and must not be interfered with.
+        self.current = manifest
+        self._older = kept
+        # A run that has taken over does the rest, and must not be interfered with.
         self.claim.check()
         self._view.show(dict(self._changed(previous, manifest)), self.claim.folder)
         self._view.hide(set(previous.files) - set(manifest.files))
         self._drop(dropped)
         if self._has_damaged_commit:
-            # The new commit is complete, so that nobody needs the damaged one any more.
+            # The new commit is complete, so the damaged one is not needed any more.
             self._sweep()
             self._has_damaged_commit = False
         if manifest.progress.is_finished:
@@ -196,7 +201,8 @@ class ResultsStore:
 
     def recover(self, is_needed: Callable[[str], bool]) -> None:
         """Continue from the newest generation whose needed files are intact, and tidy up behind it."""
-        named, found = self._generations.named(), self._generations.numbers()
+        named = self._generations.named()
+        found = self._generations.numbers()
         self._next = max([*found, named or 0]) + 1
         damage: list[str] = []
         for generation in self._candidates(named, found):
@@ -231,7 +237,8 @@ class ResultsStore:
 
     def _is_intact(self, path: str, entry: Entry) -> bool:
         """Check a file, and take it back from data/ if it is intact only there."""
-        stored, shown = self._generations.stored(entry), self._generations.shown(path)
+        stored = self._generations.stored(entry)
+        shown = self._generations.shown(path)
         if matches(stored, entry.digest):
             return True
         if not matches(shown, entry.digest) or stored.exists():
@@ -251,7 +258,8 @@ class ResultsStore:
         # Either may be missing from a copy of the results.
         for folder in (self._paths.data, self._paths.generations):
             self._disk.make_folder(folder)
-        self.current, self._older = manifest, self._generations.older(manifest)
+        self.current = manifest
+        self._older = self._generations.older(manifest)
         has_whole_chain = self._generations.has_whole_chain(manifest)
         if not has_whole_chain:
             LOGGER.error("The index of older records is damaged; the files are kept, but no longer verified.")
@@ -261,7 +269,7 @@ class ResultsStore:
         stored = {path: one for path, one in self._generations.all_files(manifest).items() if self._is_stored(one)}
         self._view.show(stored, self.claim.folder)
         self._warn_of_pools()
-        # Nothing is deleted on doubt: what was damaged may still be of use to whoever looks into it.
+        # Nothing is deleted on doubt: what was damaged may still be of use to a person.
         if named == manifest.generation and has_whole_chain:
             self._sweep()
         self._has_damaged_commit = named != manifest.generation and has_whole_chain
@@ -270,11 +278,11 @@ class ResultsStore:
         return self._generations.stored(entry).is_file()
 
     def _warn_of_pools(self) -> None:
-        """Name committed files that nobody reads to go on but whose size shows that they are damaged."""
+        """Log committed files that a resume does not read but whose size shows that they are damaged."""
         sizes = {path: (self._generations.stored(one), one.digest.size) for path, one in self.current.files.items()}
         odd = [path for path, (file, size) in sizes.items() if not file.is_file() or file.stat().st_size != size]
         if odd:
-            LOGGER.warning("Damaged, but not needed to go on: %s", ", ".join(odd))
+            LOGGER.warning("Damaged, but not needed to continue: %s", ", ".join(odd))
 
     def _sweep(self) -> None:
         known = [self._generations.manifest(generation) for generation in self._generations.numbers()]
@@ -298,8 +306,9 @@ def read_current_manifest(paths: ExperimentPaths) -> Manifest | None:
 
 
 def is_settled(paths: ExperimentPaths) -> bool:
-    """Tell, changing nothing, whether all that follows a commit has been done as well."""
-    manifest, generations = read_current_manifest(paths), Generations(paths)
+    """Return whether all that follows a commit has been done as well; changes nothing."""
+    manifest = read_current_manifest(paths)
+    generations = Generations(paths)
     has_leftovers = paths.temp_data.is_dir() and any(paths.temp_data.iterdir())
     if manifest is None or has_leftovers:
         return False

@@ -44,7 +44,7 @@ class Inspection:
 
     @property
     def is_incomplete(self) -> bool:
-        """Tell whether something is left to do that the next start does by itself, as after a kill."""
+        """Return whether something is left to do that the next start does by itself, as after a kill."""
         return bool(self.hidden_names or self.strays)
 
     @property
@@ -53,13 +53,15 @@ class Inspection:
 
 
 def inspect(paths: ExperimentPaths, is_needed: Callable[[str], bool]) -> Inspection:
-    """Verify everything; ``is_needed`` tells what a resume reads, and so which commits it could go on from."""
+    """Verify everything; ``is_needed`` selects what a resume reads, and so which commits it could continue from."""
     return _Inspector(paths, is_needed).inspect()
 
 
 class _Inspector:
     def __init__(self, paths: ExperimentPaths, is_needed: Callable[[str], bool]) -> None:
-        self._paths, self._is_needed, self._generations = paths, is_needed, Generations(paths)
+        self._paths = paths
+        self._is_needed = is_needed
+        self._generations = Generations(paths)
         self._found = Inspection()
         self._verdicts: dict[str, bool] = {}
 
@@ -139,7 +141,7 @@ class _Inspector:
         return is_same(self._generations.shown(path), self._generations.stored(entry))
 
     def _shows_older(self, path: str) -> bool:
-        """Tell whether data/ still has a file of an older commit, as after a kill right behind a commit."""
+        """Return whether data/ still has a file of an older commit, as after a kill right behind a commit."""
         older = (manifest.files.get(path) for manifest in self._found.commits[1:])
         return any(entry is not None and self._shows(path, entry) for entry in older)
 

@@ -1,4 +1,4 @@
-"""Committed weights as others read them: whole, verified, and also while a run goes on committing."""
+"""Committed weights as others read them: whole, verified, also while a run commits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def steps_of(manifest: Manifest, pool: str) -> int:
 
 def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, ModuleFiles]:
     """Return the files of a pool by module, or refuse one that does not exist."""
-    prefix, found = f"{_POOLS}{pool}/", dict[str, ModuleFiles]()
+    prefix = f"{_POOLS}{pool}/"
+    found = dict[str, ModuleFiles]()
     for path, entry in manifest.files.items():
         if path.startswith(prefix):
             module, _, file = path.removeprefix(prefix).partition("/")
@@ -108,14 +109,16 @@ def open_commit_on_all_ranks(
 class HeldFiles:
     """Committed files, open from the beginning: no later commit can take them away before they are read.
 
-    A run that holds the lock opens its files ``lazily``, each when it is read: no other run commits meanwhile, and
+    A run that holds the lock opens its files ``lazily``, each when it is read: no other run commits in between, and
     there may be more files than a process can have open.
     """
 
     def __init__(
         self, paths: ExperimentPaths, manifest: Manifest, entries: Iterable[Entry], *, lazily: bool = False
     ) -> None:
-        self._paths, self._manifest, self._lazily = paths, manifest, lazily
+        self._paths = paths
+        self._manifest = manifest
+        self._lazily = lazily
         self._stored = Generations(paths).stored
         self._files: dict[str, BinaryIO] = {}
         self._intact: set[str] = set()

@@ -141,7 +141,7 @@ def wait_for_copies(sources: list[torch.Tensor]) -> None:
 
 
 def has_fused_kernels(device: torch.device) -> bool:
-    """Tell whether torch's fused optimizers run on a device."""
+    """Return whether torch's fused optimizers run on a device."""
     return device == CPU or device.type in BACKENDS
 
 
@@ -161,7 +161,7 @@ def cpu_model() -> str:
     except OSError:
         # Only Linux has the file; there, platform.processor() is empty.
         return platform.processor() or platform.machine()
-    # Virtual machines shorten the name, such as to "AMD EPYC"; ARM has no name. The numbers tell generations apart.
+    # Virtual machines shorten the name, such as to "AMD EPYC"; ARM has no name. The numbers distinguish generations.
     numbers = [
         f"{name} {fields[name]}" for name in ("cpu family", "model", "CPU implementer", "CPU part") if name in fields
     ]

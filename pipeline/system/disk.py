@@ -27,7 +27,8 @@ Result = TypeVar("Result")
 Writer = Callable[[BinaryIO], None]
 _CHUNK = 1 << 20
 # What is worth handing to a second thread and to the disk, and how much is written at once.
-_LARGE, _PORTION = 4 << 20, 8 << 20
+_LARGE = 4 << 20
+_PORTION = 8 << 20
 _BEGIN_STORING = 2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SECONDS_BETWEEN_ATTEMPTS = 0.001
@@ -61,7 +62,8 @@ class Digest:
     @classmethod
     def of_file(cls, file: BinaryIO) -> Digest:
         """Return the digest of what is left to read of an open file."""
-        sha, size = hashlib.sha256(), 0
+        sha = hashlib.sha256()
+        size = 0
         while chunk := file.read(_CHUNK):
             sha.update(chunk)
             size += len(chunk)
@@ -110,7 +112,8 @@ class Disk:
 
     def check_room(self, path: Path, num_bytes: int) -> None:
         """Refuse to begin what cannot fit."""
-        self.num_needed_bytes, free = num_bytes, self.free_bytes(path)
+        self.num_needed_bytes = num_bytes
+        free = self.free_bytes(path)
         if num_bytes > free:
             raise PipelineError(
                 f"The next commit needs {shown_bytes(num_bytes)} in {path}, but {shown_bytes(free)} are free. "
@@ -165,7 +168,7 @@ class Disk:
         self.perform("remove", path, lambda: path.unlink(missing_ok=True))
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder; one that another run has removed meanwhile is gone as well."""
+        """Remove an empty folder; one that another run has just removed is gone as well."""
 
         def remove() -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -186,7 +189,7 @@ class Disk:
                 self.remove_empty_folders(path, top)
 
     def remove_tree(self, path: Path) -> bool:
-        """Remove a folder and all in it, without ever following a link; tell whether nothing is left.
+        """Remove a folder and all in it, without ever following a link; return whether nothing is left.
 
         On NFS, a file that a process on this machine has open becomes ``.nfs…`` when it is removed, and cannot be
         removed before it is closed. Such files, and the folders that hold them, are left.
@@ -216,8 +219,13 @@ class _RawFile(io.RawIOBase):
     """An unbuffered file that reports each write to its disk and digests what it has written, behind the writer."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk, self._path, self._sha, self._size = disk, path, hashlib.sha256(), 0
-        self._num_queued, self._digesting, self._buffer = 0, list[Future[None]](), memoryview(b"")
+        self._disk = disk
+        self._path = path
+        self._sha = hashlib.sha256()
+        self._size = 0
+        self._num_queued = 0
+        self._digesting = list[Future[None]]()
+        self._buffer = memoryview(b"")
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
     def writable(self) -> bool:
@@ -254,7 +262,7 @@ class _RawFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            # Nobody may read from a descriptor that will soon be another file's.
+            # A descriptor must not be read after it was closed: it may belong to another file by then.
             wait(self._digesting)
             os.close(self.descriptor)
         super().close()
@@ -351,4 +359,5 @@ class Changes:
         )
 
 
-_STEPS_BACK, _LEAST = 10, 19
+_STEPS_BACK = 10
+_LEAST = 19

@@ -34,7 +34,7 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 def replace_text(path: Path, text: str) -> None:
     """Put a text in place of a file as a whole; a failure leaves what was there."""
-    # Beside its target, so that the rename stays on one file system.
+    # Next to its target, so that the rename stays on one file system.
     staging = path.with_name(f".{path.name}.new")
     # Whatever stands there is not to be written through: a link leads elsewhere, a pipe would hang.
     staging.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def check_output(path: Path, suffixes: Sequence[str], *, may_replace: bool) -> N
 
 
 def write_output(path: Path, writer: Writer) -> int:
-    """Write a file beside its target and rename it; return its size."""
+    """Write a file next to its target and rename it; return its size."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         staging.unlink(missing_ok=True)
@@ -101,9 +101,9 @@ def write_output(path: Path, writer: Writer) -> int:
             size = file.tell()
         os.replace(staging, path)
     except (OSError, RuntimeError) as error:
-        # torch tells of a failed write in an error of its own.
-        told = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise PipelineError(f"{path} could not be written: {told}.") from error
+        # torch reports a failed write with an error of its own.
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise PipelineError(f"{path} could not be written: {reason}.") from error
     finally:
         staging.unlink(missing_ok=True)
     return size

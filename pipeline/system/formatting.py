@@ -59,7 +59,8 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
     """Return the latest values as small bars from the lowest to the highest; a gap is a blank."""
     shown = [value if math.isfinite(value) else None for value in values[-width:]]
     known = [value for value in shown if value is not None]
-    low, extent = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    low = min(known, default=0.0)
+    extent = max(known, default=0.0) - min(known, default=0.0)
     heights = [None if value is None else (value - low) / extent if extent else 0.5 for value in shown]
     return "".join(" " if height is None else _BARS[round(height * (len(_BARS) - 1))] for height in heights)
 
@@ -112,7 +113,8 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _folded(widths: list[int]) -> Iterator[list[int]]:
     """Yield which columns stand side by side; the first, which names the rows, is repeated."""
-    limit, columns = width(), [0]
+    limit = width()
+    columns = [0]
     for column in range(1, len(widths)):
         taken = sum(widths[one] + len(_GAP) for one in columns) + widths[column]
         if limit is not None and taken > limit and len(columns) > 1:

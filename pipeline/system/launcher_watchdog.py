@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def may_start_again() -> bool:
-    """Tell whether torchrun would start this process again."""
+    """Return whether torchrun would start this process again."""
     names = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
     most, so_far = (int(os.environ.get(name, "0")) for name in names)
     return so_far < most
@@ -49,7 +49,7 @@ def process_mark(pid: Any) -> str | None:
 
 
 def launcher_mark() -> str | None:
-    """Return what tells this process's torchrun from every other one; None where there is none."""
+    """Return what identifies this process's torchrun; None without one."""
     mark = process_mark(os.getppid()) if has_launcher() else None
     return mark and f"{mark} {os.getppid()}"
 

@@ -41,7 +41,7 @@ def _gb(mebibytes: int | None) -> str:
 
 
 def look_at_gpus(seconds: float = _SECONDS_TO_SHOW) -> tuple[list[Gpu], str]:
-    """Return the GPUs, and what is wrong if the driver's tool is there but cannot tell."""
+    """Return the GPUs, and what is wrong if the driver's tool is there but fails."""
     try:
         done = subprocess.run(_QUESTION, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:

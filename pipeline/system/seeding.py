@@ -1,6 +1,6 @@
 """Randomness without history: every draw is a function of a key.
 
-Generators are set anew from (seed, what, epoch, …) wherever random numbers may be drawn, so a resumed
+Generators are seeded from (seed, what, epoch, …) wherever random numbers may be drawn, so a resumed
 run has nothing to restore, and neither the number of processes nor of loader workers changes a draw.
 """
 

@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError, UsageError
 PENDING = "PENDING"
 _JOB = re.compile(r"\d+(_\d+)?")
 _SECONDS_TO_ANSWER = 5.0
-# A controller serves a whole cluster: whoever looks again and again must not ask each time.
+# A controller serves a whole cluster: a repeated look must not ask each time.
 _SECONDS_AN_ANSWER_HOLDS = 4
 
 
@@ -47,7 +47,8 @@ def submit(script: Path, *options: str) -> str:
 
 def own_jobs() -> set[str]:
     """Return the names of the job that this process is part of: its number, and its place in an array."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return {os.environ.get("SLURM_JOB_ID", ""), f"{array}_{task}"}
 
 

@@ -17,7 +17,7 @@ from pipeline.system.files import read_regular
 SECONDS_BETWEEN_LOOKS = 1.0
 _SET_PARENT_DEATH_SIGNAL = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Asked before anything else is imported: a launcher that dies meanwhile must be missed later.
+# Asked before anything else is imported: a launcher that dies during the imports must be missed later.
 _LAUNCHER = os.getppid()
 
 
@@ -34,7 +34,7 @@ def end_with_launcher() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Tell whether a process runs Python, as a launcher that is a container's first process does."""
+    """Return whether a process runs Python, as a launcher that is a container's first process does."""
     try:
         return "python" in Path(f"/proc/{pid}/exe").readlink().name
     except OSError:
@@ -55,7 +55,7 @@ class StopRequests:
 
     def listen(self) -> None:
         for number in STOP_SIGNALS:
-            # Whoever started this process under nohup wants it to outlive the terminal.
+            # Under nohup, the process must outlive the terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
@@ -68,7 +68,7 @@ class StopRequests:
         return "the launcher is gone" if self._has_launcher and os.getppid() != _LAUNCHER else ""
 
     def asked(self, *, epoch_ends: bool = False) -> bool:
-        """Tell whether to stop; looks at the disk at most once a second."""
+        """Return whether to stop; looks at the disk at most once a second."""
         now = time.monotonic()
         if not self.reason and (epoch_ends or now - self._looked >= SECONDS_BETWEEN_LOOKS):
             self._looked = now
@@ -104,7 +104,8 @@ class TimeLimit:
     """Raise ``error()`` in the main thread if the block takes longer than ``seconds``."""
 
     def __init__(self, seconds: float, error: Callable[[], Exception]) -> None:
-        self._seconds, self._error = seconds, error
+        self._seconds = seconds
+        self._error = error
 
     def __enter__(self) -> None:
         self._previous = signal.signal(signal.SIGALRM, self._expire)

@@ -39,8 +39,10 @@ class Recorder(StepObserver):
     """Writes down, as JSON lines, what a rank sees; may end the run after a step, or kill it before one."""
 
     def __init__(self, session: TrainingSession, file: TextIO, plan: dict[str, Any]) -> None:
-        self._m, self._file = session, file
-        self._last, self._kill_before = self._place(plan["last"]), self._place(plan["kill_before"])
+        self._m = session
+        self._file = file
+        self._last = self._place(plan["last"])
+        self._kill_before = self._place(plan["kill_before"])
         self._looked_at = {self._place(step) for step in plan["look_at"]}
         self._detailed = self._place(plan["detail"])
         self._folder = Path(plan["folder"])
@@ -151,7 +153,7 @@ def _attributes(owner: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _module_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield what a module keeps beside parameters and buffers, which a commit does not know of."""
+    """Yield what a module keeps besides parameters and buffers, which a commit does not hold."""
     for path, layer in module.named_modules():
         for name, value in sorted(vars(layer).items()):
             if not name.startswith("_") and name != "training" and not hasattr(value, "__dict__"):

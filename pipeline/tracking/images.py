@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 class ImageFolder:
     """Keeps pictures where trackers find them again after a kill, and people at any time.
 
-    They are written before the commit of their evaluation, so whoever reads asks for committed epochs only. An
+    They are written before the commit of their evaluation, so readers ask for committed epochs only. An
     evaluation that is done again overwrites its pictures.
     """
 

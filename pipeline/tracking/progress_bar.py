@@ -17,7 +17,8 @@ class ProgressBar:
 
     def __init__(self, title: str, total: int, done: int, updates: int, *, enabled: bool) -> None:
         self._every = max(1, total // updates)
-        self._total, self._done = total, done
+        self._total = total
+        self._done = done
         self._bar: Any = None
         if enabled and sys.stderr.isatty():
             self._do(lambda _: self._open(title))

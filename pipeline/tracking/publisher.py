@@ -28,7 +28,9 @@ class Publisher:
     """
 
     def __init__(self, records: Records, num_steps: int, paths: ExperimentPaths) -> None:
-        self._records, self._num_steps, self._paths = records, num_steps, paths
+        self._records = records
+        self._num_steps = num_steps
+        self._paths = paths
         self._images = ImageFolder(paths.images)
         self._trackers: dict[str, BaseTracker] = {}
         self._sent_steps = 0
@@ -39,11 +41,11 @@ class Publisher:
         return (epoch - 1) * self._num_steps + 1 if epoch > 0 else 0
 
     def begin(self, trackers: Mapping[str, BaseTracker], run: TrackedRun, epoch: int) -> None:
-        """Introduce trackers to the run; each is told again what it has lost of the epochs before ``epoch``."""
+        """Introduce trackers to the run; each gets again what it has lost of the epochs before ``epoch``."""
         for name, tracker in trackers.items():
             self._trackers[name] = tracker
-            told = replace(run, first_step=self.first_step(epoch), folder=run.folder / name)
-            self._guard(name, partial(self._introduce, tracker, told, epoch))
+            described = replace(run, first_step=self.first_step(epoch), folder=run.folder / name)
+            self._guard(name, partial(self._introduce, tracker, described, epoch))
 
     def _introduce(self, tracker: BaseTracker, run: TrackedRun, epoch: int) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,8 @@ def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]
         for module in experiment.components.trained_modules.values()
         for parameter in module.parameters()
     )
-    needed, free = 11 * trained, Disk().free_bytes(paths.results)
+    needed = 11 * trained
+    free = Disk().free_bytes(paths.results)
     yield f"disk: about {shown_bytes(needed)} needed, {shown_bytes(free)} free"
     if free < needed:
         yield (

@@ -17,7 +17,9 @@ class Pace:
 
     def begin_epoch(self, step: int) -> None:
         """Forget the sums; ``step`` is the number of the epoch's steps that are done already."""
-        self._began, self._first_step, self._last_step = time.monotonic(), step + 1, step
+        self._began = time.monotonic()
+        self._first_step = step + 1
+        self._last_step = step
         self._data_seconds = 0.0
 
     def add(self, step: int, seconds: float, data_seconds: float) -> None:

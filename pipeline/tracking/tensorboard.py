@@ -36,7 +36,7 @@ def _shown(png: bytes) -> dict[str, Any]:
 class EventFile:
     """One event file per start, numbered by start rather than by a clock that may jump.
 
-    Its first record tells readers to forget what older files say from ``purge_step`` on.
+    Its first record makes readers drop what older files say from ``purge_step`` on.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:

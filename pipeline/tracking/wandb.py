@@ -107,7 +107,7 @@ class Wandb(BaseTracker):
 
     def close(self) -> None:
         self._run.finish()
-        # The process beside this one has written all it has to only when it is gone.
+        # W&B's service process has written everything only when it has ended.
         self._wandb.teardown()
         if self._fullest and _size(self._fullest) <= _size(Path(self._run.settings.sync_file)):
             shutil.rmtree(self._fullest.parent)

@@ -37,7 +37,9 @@ class BatchRunner:
         *,
         evaluates: bool = False,
     ) -> None:
-        self._experiment, self._processes, self._split = experiment, processes, split
+        self._experiment = experiment
+        self._processes = processes
+        self._split = split
         self._trains = split == "train" and not evaluates
         components = experiment.components
         kind = "train" if self._trains else "eval"
@@ -65,7 +67,7 @@ class BatchRunner:
 
     @property
     def starts_workers(self) -> bool:
-        """Tell whether loading begins with workers that are not there yet."""
+        """Return whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
     def load(self, refs: list[BatchRef], points: EpochPoints) -> Iterator[Any]:
@@ -115,7 +117,7 @@ _MAX_TENSORS = 8
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that a device, or this machine, has no memory left."""
+    """Return whether an exception says that a device, or this machine, has no memory left."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _MESSAGES)
 
 

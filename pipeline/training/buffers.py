@@ -1,4 +1,4 @@
-"""Buffers: what modules remember beside their weights must not depend on the number of processes."""
+"""Buffers: what modules remember besides their weights must not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class OtherBuffers:
 
 @contextmanager
 def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave every buffer and every requires_grad flag as it was, whatever is done to it meanwhile."""
+    """Restore every buffer and every requires_grad flag at the end of the block."""
     modules = list(modules)
     flags = GradientFlags({str(index): module for index, module in enumerate(modules)})
     trained = flags.now()

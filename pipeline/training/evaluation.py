@@ -36,10 +36,13 @@ class EvaluationPass:
     def __init__(
         self, experiment: Experiment, processes: Processes, runner: BatchRunner, shard: tuple[int, int] = (0, 1)
     ) -> None:
-        self._experiment, self._processes, self._runner = experiment, processes, runner
+        self._experiment = experiment
+        self._processes = processes
+        self._runner = runner
         self.refs = evaluation_refs(runner.shapes)
         chosen = list(enumerate(self.refs))[shard[0] :: shard[1]]
-        rank, world_size = processes.rank, processes.world_size
+        rank = processes.rank
+        world_size = processes.world_size
         every_nth = [BatchAssignment(*batch) for batch in chosen[rank::world_size]]
         self._own = assign_rounds(chosen, rank, world_size) if experiment.is_sharded else every_nth
         self.num_rounds = len(self._own) if experiment.is_sharded else -(-len(chosen) // world_size)
@@ -89,7 +92,9 @@ class EvaluationStage:
         runner: BatchRunner,
         records: Records,
     ) -> None:
-        self._experiment, self._processes, self._records = experiment, processes, records
+        self._experiment = experiment
+        self._processes = processes
+        self._records = records
         self._pass = EvaluationPass(experiment, processes, runner)
 
     @property
@@ -97,7 +102,7 @@ class EvaluationStage:
         return self._pass.num_rounds
 
     def run(self, epoch: int, is_asked_to_stop: Callable[[], bool]) -> Iterator[bool]:
-        """Yield after each round, False as long as it goes on and True if all ranks agreed to stop instead.
+        """Yield after each round, False while it continues and True if all ranks agreed to stop instead.
 
         An evaluation is recorded whole or not at all: stopping one loses nothing but its own time.
         """
@@ -116,6 +121,7 @@ class EvaluationStage:
         weighter.after_eval_epoch(self._records.losses)
 
     def _record(self, epoch: int) -> None:
-        totals, items = total_losses(self._pass.collect())[0].tolist(), self._pass.num_items()
+        totals = total_losses(self._pass.collect())[0].tolist()
+        items = self._pass.num_items()
         for (register, record), total in zip(self._records.losses["val"].items(), totals, strict=True):
             record.add_epoch(epoch, total, items[register])

@@ -19,19 +19,22 @@ from pipeline.training.step_plan import BatchRef, EpochPoints
 class Pictures:
     """Asks each module transform that has ``images`` for pictures of its first validation batch.
 
-    They are no part of the results: nothing they need is drawn from or left in what training uses, and one that fails
+    They are not part of the results: nothing they need is drawn from or left in what training uses, and one that fails
     is not asked again.
     """
 
     def __init__(self, experiment: Experiment, runner: BatchRunner, transforms: Mapping[str, Any]) -> None:
-        self._experiment, self._runner, self._transforms = experiment, runner, transforms
+        self._experiment = experiment
+        self._runner = runner
+        self._transforms = transforms
         self._failed: set[str] = set()
 
     def take(self, epoch: int) -> dict[str, bytes]:
         """Return PNG files by dataset and name; the modules must be in evaluation mode."""
         shapes = {shape.dataset: shape for shape in self._runner.shapes if shape.num_batches}
         wanted = [name for name in shapes if hasattr(self._transforms[name], "images") and name not in self._failed]
-        points, found = self._runner.points(epoch), dict[str, bytes]()
+        points = self._runner.points(epoch)
+        found = dict[str, bytes]()
         for name in wanted:
             try:
                 found |= self._taken(BatchRef(shapes[name], 0), points)

@@ -20,14 +20,16 @@ from pipeline.training.step_plan import PlannedBatch
 
 
 class KeyedDataset(Dataset[Any]):
-    """Turns a planned batch into a collated one, with generators set anew for each batch.
+    """Turns a planned batch into a collated one, with generators seeded for each batch.
 
     Points, transforms and the collate function of a batch draw one after another from the streams of its key.
     Which points share a batch depends on neither processes nor workers, so what a point looks like does not either.
     """
 
     def __init__(self, dataset: Any, transform: Callable[[Any], Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._transform, self._collate = dataset, transform, collate
+        self._dataset = dataset
+        self._transform = transform
+        self._collate = collate
 
     def __getitem__(self, planned: PlannedBatch) -> Any:
         seed_generators(*planned.key)
@@ -63,12 +65,14 @@ class Loader:
     """Loads the batches of one split of one dataset, in the planned order."""
 
     def __init__(self, dataset: KeyedDataset, arguments: LoaderArguments, device: torch.device) -> None:
-        self._dataset, self._requests = dataset, _Requests()
+        self._dataset = dataset
+        self._requests = _Requests()
         self._device = device
         # On a CPU nothing is copied, and torch would warn.
         pins_memory = device.type != "cpu" and arguments.pin_memory is not False
         self._is_plain = arguments.num_workers == 0 and not pins_memory
-        self._keeps_workers, self._has_workers = arguments.persistent_workers, False
+        self._keeps_workers = arguments.persistent_workers
+        self._has_workers = False
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._requests,  # type: ignore[arg-type]
@@ -87,7 +91,7 @@ class Loader:
 
     @property
     def starts_workers(self) -> bool:
-        """Tell whether loading begins with workers that are not there yet."""
+        """Return whether loading begins with workers that are not there yet."""
         return self._loader.num_workers > 0 and not self._has_workers
 
     def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Any]:
@@ -106,7 +110,8 @@ class Prefetcher(Iterator[Any]):
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches, self._loaded = batches, list[Any]()
+        self._batches = batches
+        self._loaded = list[Any]()
         self._error: Exception | None = None
         self.seconds = 0.0
 

@@ -21,7 +21,8 @@ class LossAccumulator:
     """
 
     def __init__(self, registers: Sequence[str], num_batches: int, processes: Processes) -> None:
-        self._processes, self._num_batches = processes, num_batches
+        self._processes = processes
+        self._num_batches = num_batches
         self._positions = {register: position for position, register in enumerate(registers)}
         self._cells: list[tuple[int, int, int]] = []
         self._sums: list[torch.Tensor] = []

@@ -16,7 +16,8 @@ from pipeline.training.step_plan import BatchAssignment, PlannedBatch
 
 Columns = dict[str, np.ndarray]
 # Columns of ours: which point an item belongs to, and which item of the split it is.
-INDEX, POSITION = "index", "position"
+INDEX = "index"
+POSITION = "position"
 _NUMBERS = "biufc"
 _NUMPY_KNOWS = (torch.float16, torch.float32, torch.float64)
 
@@ -25,13 +26,15 @@ class Predictions:
     """Keeps what is predicted for the batches of this rank."""
 
     def __init__(self, runner: BatchRunner, datasets: Iterable[str]) -> None:
-        self._runner, self._datasets = runner, frozenset(datasets)
+        self._runner = runner
+        self._datasets = frozenset(datasets)
         self._batches: list[tuple[str, Columns]] = []
 
     def observe(self, assignment: BatchAssignment, planned: PlannedBatch, batch: Any) -> None:
         """Let the module transform predict for one batch, if its dataset has predictions; those of a stand-in go."""
         ref = assignment.ref
-        dataset, size = ref.shape.dataset, ref.shape.point_size
+        dataset = ref.shape.dataset
+        size = ref.shape.point_size
         if dataset in self._datasets:
             found = self._runner.predictions(batch, ref, (*planned.key, "predict"))
             if assignment.is_stand_in:

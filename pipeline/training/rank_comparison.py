@@ -49,7 +49,10 @@ class RankComparison:
         parts: PersistedParts,
         scratch: Path,
     ) -> None:
-        self._experiment, self._processes, self._engine, self._parts = experiment, processes, engine, parts
+        self._experiment = experiment
+        self._processes = processes
+        self._engine = engine
+        self._parts = parts
         self._scratch = scratch
         self._repairs = experiment.settings.training.on_rank_difference == BROADCAST
 
@@ -155,7 +158,7 @@ class RankComparison:
 
 
 def _plain_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the values of all groups that are no tensors."""
+    """Return the values of all groups that are not tensors."""
     return [
         {key: one for key, one in group.items() if key != "params" and not isinstance(one, torch.Tensor)}
         for group in optimizer.param_groups

@@ -73,7 +73,7 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def extra_state_values(experiment: Experiment) -> dict[str, str]:
-    """Return what layers save beside tensors."""
+    """Return what layers save besides tensors."""
     return {name: fingerprint(layer.get_extra_state()) for name, layer in layers_with_extra_state(experiment).items()}
 
 

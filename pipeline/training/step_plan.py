@@ -117,7 +117,10 @@ class StepPlan:
     def _deal(self, step_min_items: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         waiting = [(0.0, order) for order in range(len(self._shapes))]
         taken = [0] * len(self._shapes)
-        datasets, numbers, starts, items = list[int](), list[int](), [0], 0
+        datasets = list[int]()
+        numbers = list[int]()
+        starts = [0]
+        items = 0
         while waiting:
             _, order = heapq.heappop(waiting)
             shape = self._shapes[order]
@@ -158,12 +161,15 @@ class EpochPoints:
     def __init__(
         self, seed: int, epoch: int, split: str, indices: Mapping[str, np.ndarray], *, is_shuffled: bool
     ) -> None:
-        self._key, self._is_shuffled = (seed, split, epoch), is_shuffled
+        self._key = (seed, split, epoch)
+        self._is_shuffled = is_shuffled
         self._indices = indices
         self._ordered: dict[str, np.ndarray] = {}
 
     def batch(self, ref: BatchRef) -> PlannedBatch:
-        dataset, number, size = ref.shape.dataset, ref.number, ref.shape.batch_size
+        dataset = ref.shape.dataset
+        number = ref.number
+        size = ref.shape.batch_size
         indices = self._in_order(dataset)[number * size : (number + 1) * size]
         return PlannedBatch(dataset, tuple(indices.tolist()), (*self._key, dataset, number))
 

@@ -57,8 +57,11 @@ class TrainingStage:
         engine: GradientEngine,
         records: Records,
     ) -> None:
-        self._experiment, self._processes, self._runner = experiment, processes, runner
-        self._engine, self._records = engine, records
+        self._experiment = experiment
+        self._processes = processes
+        self._runner = runner
+        self._engine = engine
+        self._records = records
         self._settings = experiment.settings.training
         self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
         self._deal = assign_rounds if experiment.runs_in_rounds else assign_shares
@@ -113,7 +116,8 @@ class TrainingStage:
         ]
 
     def _step(self, epoch: int, index: int, loading: Prefetcher, requests: Callable[[], StepRequests]) -> StepReport:
-        started, loaded = time.perf_counter(), loading.seconds
+        started = time.perf_counter()
+        loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
         batches = self.plan.step(index)
         items = self._num_items(batches)
@@ -132,7 +136,8 @@ class TrainingStage:
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
         self._after_step(epoch, index, items, outcome)
         self.observer.step_ends(outcome)
-        seconds, data_seconds = time.perf_counter() - started, loading.seconds - loaded
+        seconds = time.perf_counter() - started
+        data_seconds = loading.seconds - loaded
         return StepReport(index + 1, len(self.plan), seconds, data_seconds, outcome)
 
     def _run(
@@ -161,7 +166,8 @@ class TrainingStage:
         return compute
 
     def _batch_loss(self, batch: Any, ref: BatchRef, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
-        row, position = len(self._pending), key[-1]
+        row = len(self._pending)
+        position = key[-1]
 
         def compute() -> BatchLosses:
             self.observer.batch_is_loaded(position, ref, batch)
@@ -227,6 +233,6 @@ class TrainingStage:
 
 
 def _overrides(component: Any, method: str) -> bool:
-    """Tell whether a component does anything in a method that its base class leaves empty."""
+    """Return whether a component does anything in a method that its base class leaves empty."""
     own = getattr(type(component), method, None)
     return own is not None and own is not getattr(BaseLossWeighter, method)

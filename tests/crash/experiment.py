@@ -120,7 +120,7 @@ def is_finished(home: Path) -> bool:
 
 
 def is_writing(home: Path) -> bool:
-    """Tell whether a commit is being written, or was when the run died."""
+    """Return whether a commit is being written, or was when the run died."""
     try:
         return any((home / RESULTS / "temp_data").glob("claim_*/generation_*"))
     except FileNotFoundError:

@@ -40,7 +40,7 @@ class Victim:
 
     @property
     def has_room(self) -> bool:
-        """Tell whether enough epochs are left for another scenario."""
+        """Return whether enough epochs are left for another scenario."""
         return last_committed_step(self.home) < NUM_STEPS * (NUM_EPOCHS - 2)
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ class NoLocks:
 def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without locks, and little patience."""
     monkeypatch.setattr(locks, "_kernel_lock", lambda paths: NoLocks())
-    monkeypatch.setattr(locks, "SECONDS_BETWEEN_BEATS", 0.02)
+    monkeypatch.setattr(locks, "HEARTBEAT_SECONDS", 0.02)
 
 
 class PausingDisk(CountingDisk):
@@ -70,9 +70,9 @@ def take_over_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride
         def take_over(paths: ExperimentPaths = paths, first: Life = first) -> None:
             for held in first.held:
                 held._has_ended.set()
-            # A stopped process shows no sign of life, not even one that it had begun.
+            # A stopped process shows no heartbeat, not even one that it had begun.
             for thread in threading.enumerate():
-                if thread.name == "signs of life":
+                if thread.name == "heartbeat":
                     thread.join(1)
             with monkeypatch.context() as patch:
                 patch.setattr(locks.socket, "gethostname", lambda: "elsewhere")

@@ -159,7 +159,7 @@ def _environment(entry: Path) -> list[bytes]:
 
 
 def _is_on(node: str, entry: Path) -> bool:
-    """Tell whether a process belongs to a node: a job knows its name, a daemon writes its log."""
+    """Return whether a process belongs to a node: a job knows its name, a daemon writes its log."""
     try:
         opened = [path.readlink().name for path in (entry / "fd").iterdir()]
     except OSError:

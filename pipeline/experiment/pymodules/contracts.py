@@ -33,7 +33,7 @@ _UNSAFE_LOADER_ARGUMENTS = {
     "drop_last": "no item is ever dropped",
     "generator": "randomness is keyed",
     "worker_init_fn": "randomness is keyed",
-    "collate_fn": "define collate_fn beside the arguments",
+    "collate_fn": "define collate_fn in the same file",
     "dataset": "the dataset of the same name is used",
 }
 _LOADER_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
@@ -160,7 +160,8 @@ class ContractReader:
         for key, kind in _MODULE_SETTING_TYPES.items():
             if key in given and not isinstance(given[key], kind):
                 self._broken(module, f"settings[{key!r}]", f"must be of type {kind.__name__}, but is {given[key]!r}")
-        frozen, compiled = bool(given.get("frozen", False)), bool(given.get("compile", False))
+        frozen = bool(given.get("frozen", False))
+        compiled = bool(given.get("compile", False))
         return ModuleDefinition(
             network, frozen, compiled, self._weight_source(module, given), self._shard_patterns(module, given)
         )
@@ -177,7 +178,8 @@ class ContractReader:
 
     def _weight_source(self, module: ModuleType, given: Mapping[str, Any]) -> Any:
         renaming = {key: given[key] for key in ("strict", "strip_prefix", "key_map") if key in given}
-        ckp, exp = given.get("load_weights_from_ckp"), given.get("load_weights_from_exp")
+        ckp = given.get("load_weights_from_ckp")
+        exp = given.get("load_weights_from_exp")
         if ckp and exp:
             self._broken(module, "settings", "must have load_weights_from_ckp or load_weights_from_exp, but has both")
         needed = ["ckp_name"] if ckp else ["exp_name", "ckp_pool_name", "module_name"]
@@ -274,7 +276,7 @@ class ContractReader:
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Tell whether a function can be called with so many arguments."""
+    """Return whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:

@@ -59,7 +59,8 @@ class PymoduleLoader:
     """Imports the files of one ``pymodules`` folder and collects what is wrong with them."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.problems = folder, list[Problem]()
+        self.folder = folder
+        self.problems = list[Problem]()
         self.failed_families: set[str] = set()
         self._seed = seed
         self._package = f"{_PREFIX}{next(_packages)}"
@@ -117,7 +118,7 @@ class PymoduleLoader:
 
     def _import_problem(self, path: Path, error: BaseException) -> Problem:
         problem = user_problem(error, self.folder, str(path), "must be importable")
-        # The private package is no name that an author knows.
+        # An author does not know the name of the private package.
         problem = replace(problem, what=problem.what.replace(f"{self._package}.", ""))
         if isinstance(error, ModuleNotFoundError):
             return replace(problem, fix=_import_fix(str(error.name).removeprefix(f"{self._package}.")))

@@ -15,7 +15,7 @@ _IGNORED = re.compile(r"__pycache__|\..*|.*~|.*\.(pyc|swp|swo|tmp|bak)|#.*#")
 
 
 def is_ignored(name: str) -> bool:
-    """Tell whether a file or folder is an editor's or interpreter's by-product."""
+    """Return whether a file or folder is an editor's or interpreter's by-product."""
     return _IGNORED.fullmatch(name) is not None
 
 

@@ -97,7 +97,7 @@ def _read_text(path: Path) -> str:
 
 
 def _syntax_problem(path: Path, error: JSONDecodeError) -> Problem:
-    # Where a file ends too soon, its last line tells more than the empty one behind it.
+    # Where a file ends too soon, its last line is more useful than the empty one after it.
     position = min(error.pos, len(error.doc.rstrip()))
     error = JSONDecodeError(error.msg, error.doc, position)
     line = error.doc.split("\n")[error.lineno - 1].rstrip("\r")
@@ -112,7 +112,8 @@ class _Scanner:
     """A strict reader on top of the standard decoder that also notes where each value stands."""
 
     def __init__(self, document: Document) -> None:
-        self._document, self._text = document, document.text
+        self._document = document
+        self._text = document.text
         self._decoder = json.JSONDecoder(parse_constant=None)
 
     def scan(self) -> None:

@@ -75,7 +75,7 @@ class TrainingSettings:
         return self.gradient_reduction == "exact"
 
     def uses_deterministic_kernels(self, device_type: str) -> bool:
-        """Tell whether torch must choose deterministic kernels: off the CPU, exact sums are of no use without them."""
+        """Return whether torch must choose deterministic kernels; off the CPU, exact sums need them."""
         return self.deterministic or (self.is_exact and device_type != "cpu")
 
 
@@ -104,7 +104,7 @@ class LoggingSettings:
     mlflow: MlflowSettings = MlflowSettings()
 
 
-# The least that each file can say; used to go on looking for problems when a file is wrong.
+# The least that each file can say; used to look for further problems when a file is wrong.
 _STAND_INS: Contents = {
     "data_loading": {"step_min_items": 1},
     "logging": {"progress_bar": {"enabled": False}},
@@ -199,7 +199,8 @@ def _unknown_files(folder: Path) -> list[Problem]:
 
 def parse_settings(contents: Contents) -> Settings:
     """Turn checked contents into values."""
-    logging, training = contents["logging"], dict(contents["training"])
+    logging = contents["logging"]
+    training = dict(contents["training"])
     scaling = training.pop("lr_scaling", None)
     registers = contents["loss_registers"]["loss_registers"]
     bar = dict(logging["progress_bar"])
@@ -251,7 +252,8 @@ def _apply(contents: Contents, override: str) -> None:
         known = f"there are {', '.join(SETTINGS_FILES)}.{nearest(file, SETTINGS_FILES)}"
         raise UsageError(f"--set {override}: no settings file {file!r}; {known}")
     *parents, last = key.split(".")
-    place, rules = contents[file], schema(file)
+    place = contents[file]
+    rules = schema(file)
     for part in parents:
         rules = _rules_of(rules, part, override)
         place = place.setdefault(part, {})

@@ -88,7 +88,9 @@ def _leaves(error: ValidationError) -> Iterator[ValidationError]:
 
 
 def _problems(document: Document, error: ValidationError) -> Iterator[Problem]:
-    path, instance, rules = tuple(error.absolute_path), cast(Any, error.instance), cast(Any, error.schema)
+    path = tuple(error.absolute_path)
+    instance = cast(Any, error.instance)
+    rules = cast(Any, error.schema)
     if error.validator == "additionalProperties":
         known = sorted(rules["properties"])
         for key in sorted(set(instance) - set(known)):

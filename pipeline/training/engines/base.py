@@ -83,7 +83,8 @@ class GradientEngine(ABC):
     def __init__(
         self, experiment: Experiment, processes: Processes, new_sums: Callable[[list[torch.Tensor]], BatchSums]
     ) -> None:
-        self._experiment, self._processes = experiment, processes
+        self._experiment = experiment
+        self._processes = processes
         training = experiment.settings.training
         self._clip_norm = training.grad_clip_norm
         modules = experiment.components.trained_modules
@@ -103,7 +104,7 @@ class GradientEngine(ABC):
         """Return what a commit holds of the flags, as the parameters that do not have them.
 
         A run that continues must reduce its first step as the one before would have: rounding depends on which
-        gradients are added together. How modules were built tells whether an edited copy builds them differently.
+        gradients are added together. The flags at build time show whether an edited copy builds modules differently.
         """
         states = {"now": self._flags.now(), "reduced": self._reduced, "built": self._built}
         return {name: self._flags.as_json(flags) for name, flags in states.items()}
@@ -153,9 +154,11 @@ class GradientEngine(ABC):
     def begin_step(self, num_batches: int) -> None:
         """Get ready for a step of so many batches on all ranks together."""
         self._buffers.begin_step(num_batches)
-        self._requests, self._finite = StepRequests(), list[torch.Tensor]()
+        self._requests = StepRequests()
+        self._finite = list[torch.Tensor]()
         self._trained = self._flags.now()
-        self._has_new_flags, self._has_compared_flags = self._trained != self._reduced, False
+        self._has_new_flags = self._trained != self._reduced
+        self._has_compared_flags = False
         self._unfrozen = self._newly_trained() if self._has_new_flags else []
 
     def _newly_trained(self) -> list[nn.Parameter]:
@@ -218,7 +221,7 @@ class GradientEngine(ABC):
     def _roots(self, batch: BatchLosses) -> Roots:
         """Return where the backward pass of a batch begins, and with which gradients.
 
-        They are those of the step's loss, which nobody needs to know and which therefore is never added up.
+        They are those of the step's loss, whose value is not needed and never computed.
         """
         self._finite += batch.sums
         # A rank without a batch asks for the scale too: the scaler begins when it is first asked.
@@ -237,7 +240,7 @@ class GradientEngine(ABC):
         return message
 
     def _are_used(self) -> list[bool]:
-        """Tell of each weight whether a batch of this rank has given it a gradient."""
+        """Return for each weight whether a batch of this rank has given it a gradient."""
         return [weight.grad is not None for weight in self._weights]
 
     def finish_step(self, key: tuple[Hashable, ...]) -> StepOutcome:
@@ -356,7 +359,7 @@ class GradientEngine(ABC):
 
 
 def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an update may draw random numbers: those of torch itself, with no hooks around them, do not."""
+    """Return whether an update may draw random numbers: those of torch itself, with no hooks around them, do not."""
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(has_hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
@@ -375,12 +378,12 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 def _gradient(loss: torch.Tensor, share: float, scale: torch.Tensor | None) -> torch.Tensor:
     """Return the gradient of a share of the sum of some losses, with respect to each."""
     if scale is None:
-        # Autograd may keep it as the gradient of a weight, so that it must be nobody else's.
+        # Autograd may keep it as the gradient of a weight, so it must not be shared.
         return torch.full_like(loss, share)
     return (scale * share).to(loss.dtype).expand(loss.shape)
 
 
 @lru_cache(maxsize=_MAX_CONSTANTS)
 def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Return numbers as a tensor, which nobody may change: most steps need the same as the one before."""
+    """Return numbers as a read-only tensor; most steps need the same as the one before."""
     return constant(values, device)

@@ -54,7 +54,7 @@ def touching_first(parameters: list[nn.Parameter]) -> torch.Tensor:
 class StepModule(nn.Module):
     """The weights of all trained modules as one module, so that one engine reduces their gradients together.
 
-    ``signals`` is no weight: its gradient carries the message of a rank in the same reduction. It is registered
+    ``signals`` is not a weight: its gradient carries the message of a rank in the same reduction. It is registered
     first because DDP reduces in the reverse order: everything else may be on its way by then.
     """
 
@@ -71,7 +71,7 @@ class DdpEngine(GradientEngine):
     """Gradients accumulate locally, and torch adds them while the last backward pass still runs.
 
     DDP waits for every weight. All are touched in the last backward pass, so that those which a rank has not used
-    report as well. The message tells which ones were used, and therefore follows in a small pass of its own.
+    report as well. The message lists which ones were used, so it follows in a small backward pass of its own.
 
     DDP rebuilds its buckets after the first backward pass in the order in which gradients became ready, so a
     resumed process would add its first step's gradients in another order than one that never stopped. A rehearsal
@@ -132,7 +132,7 @@ class DdpEngine(GradientEngine):
         torch.autograd.backward([self._module.signals], [self._message(self._are_used())])
 
     def _begin_sum(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Begin to average a bucket over the ranks; DDP is told that this was done."""
+        """Begin to average a bucket over the ranks, and return a future that is already done."""
         buffer = bucket.buffer()
         self._sums_under_way.append(self._processes.all_reduce_async(buffer.mul_(1 / self._processes.world_size)))
         done = Future[torch.Tensor]()

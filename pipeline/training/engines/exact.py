@@ -45,7 +45,8 @@ class ExactEngine(GradientEngine):
         self._num_done += 1
         is_first_of_two = position % 2 == 0 and position + 1 in self._own
         if not is_first_of_two:
-            gradients, num_batches = self._taken(), 2 if position % 2 and position - 1 in self._own else 1
+            gradients = self._taken()
+            num_batches = 2 if position % 2 and position - 1 in self._own else 1
             self._sums.add(gradients[: len(self._weights)], num_batches)
             if self._unfrozen:
                 self._unfrozen_sums.add(gradients[len(self._weights) :], num_batches)

@@ -14,7 +14,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.training.step_plan import share_of
 
 Tensors = list[torch.Tensor | None]
-# How many bytes of a sum travel at once: enough to keep a network busy, little beside what a step needs anyway.
+# Bytes of one bucket: enough to keep a network busy, little compared with what a step needs anyway.
 _BUCKET_BYTES = 4 << 20
 # One bucket is packed while those before it travel: to be added, and back.
 _AT_ONCE = 3
@@ -43,7 +43,8 @@ class PlainSums:
     """Adds as it comes, each rank its own batches, then all of them: rounding depends on the number of ranks."""
 
     def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
-        self._like, self._processes = like, processes
+        self._like = like
+        self._processes = processes
 
     def begin(self, num_batches: int) -> None:
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._like]
@@ -77,7 +78,8 @@ class TreeSums:
 
     def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
         self._like = [torch.empty_like(tensor, device="meta") for tensor in like]
-        self._processes, self._device = processes, processes.device
+        self._processes = processes
+        self._device = processes.device
         self._buckets = list(_buckets(self._like, processes.world_size))
         self._kept: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
 
@@ -116,7 +118,7 @@ class TreeSums:
     def _reduce(
         self, bucket: list[_Piece], own: list[Tensors], totals: list[torch.Tensor], slot: int
     ) -> Iterator[None]:
-        """Sum one bucket over all batches of all ranks, yielding wherever others may go on meanwhile."""
+        """Sum one bucket over all batches of all ranks, yielding wherever other buckets can advance."""
         world_size = self._processes.world_size
         held = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
         sent = self._packed(bucket, own, slot)
@@ -138,7 +140,8 @@ class TreeSums:
 
     def _in_place(self, bucket: list[_Piece], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return a bucket as rows for each rank where it lies, if it is one piece that can be shared out evenly."""
-        (piece, *others), world_size = bucket, self._processes.world_size
+        (piece, *others) = bucket
+        world_size = self._processes.world_size
         tensor = tensors[piece.tensor]
         if others or tensor is None or (piece.stop - piece.start) % world_size:
             return None
@@ -149,7 +152,8 @@ class TreeSums:
         in_place = self._in_place(bucket, own[0]) if len(own) == 1 else None
         if in_place is not None:
             return in_place
-        world_size, num_elements = self._processes.world_size, sum(piece.stop - piece.start for piece in bucket)
+        world_size = self._processes.world_size
+        num_elements = sum(piece.stop - piece.start for piece in bucket)
         dtype = self._like[bucket[0].tensor].dtype
         row_like = torch.empty((1, -(-num_elements // world_size)), dtype=dtype, device="meta")
         rows = self._scratch("branches", slot, world_size * len(own), row_like)
@@ -173,7 +177,8 @@ class TreeSums:
 
     def _scratch(self, name: str, slot: int, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """Return rows in memory that is used again and again: fresh memory costs more than what is done with it."""
-        num_elements, key = num_rows * like.shape[1], (name, slot, like.dtype)
+        num_elements = num_rows * like.shape[1]
+        key = (name, slot, like.dtype)
         if key not in self._kept or len(self._kept[key]) < num_elements:
             self._kept[key] = torch.empty(num_elements, dtype=like.dtype, device=self._device)
         return self._kept[key][:num_elements].view(num_rows, like.shape[1])
@@ -193,14 +198,16 @@ def _buckets(like: list[torch.Tensor], world_size: int) -> Iterator[list[_Piece]
 
     Pieces of a large tensor can be shared out evenly, so that they may stay where they are.
     """
-    bucket, num_bytes = list[_Piece](), 0
+    bucket = list[_Piece]()
+    num_bytes = 0
     for index, tensor in enumerate(like):
         start = 0
         while start < tensor.numel():
             room = (_BUCKET_BYTES - num_bytes) // tensor.element_size() // world_size * world_size
             if bucket and (not room or tensor.dtype != like[bucket[0].tensor].dtype):
                 yield bucket
-                bucket, num_bytes = [], 0
+                bucket = []
+                num_bytes = 0
                 continue
             stop = min(tensor.numel(), start + room)
             bucket.append(_Piece(index, start, stop))
@@ -248,7 +255,7 @@ class Branch(Generic[Value]):
     value: Value
 
     def is_left_of(self, other: Branch[Value]) -> bool:
-        """Tell whether the two are the halves of one branch."""
+        """Return whether the two are the halves of one branch."""
         return self.size == other.size and self.start % (2 * self.size) == 0
 
 

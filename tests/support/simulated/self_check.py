@@ -21,7 +21,7 @@ DEVICE = torch.device("sim")
 
 
 def raises(action: Callable[[], object], words: str) -> bool:
-    """Tell whether an action fails with these words."""
+    """Return whether an action fails with these words."""
     try:
         action()
     except (RuntimeError, IndexError) as error:

@@ -54,7 +54,7 @@ def test_damaged_weights_are_told_with_the_commit_to_go_on_from(
     assert "module_ckps/last/trunk.pt" in said
     assert "; commits 6, 5)" in said
     assert "damaged weight pools: epoch_1, last; intact: " in said
-    assert "--resume    (goes on from commit 4, epoch 1, training, step 4)" in said
+    assert "--resume    (continues from commit 4, epoch 1, training, step 4)" in said
 
 
 def test_copy_that_is_intact_is_named(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:

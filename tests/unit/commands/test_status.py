@@ -75,12 +75,12 @@ def test_status_of_a_live_run_tells_owner_and_sign_of_life(
     assert call(paths.home, "status", "tiny", "--exit-code") == EXIT_CODES["running"]
     text = capsys.readouterr().out
     assert "running    pid" in text
-    assert "last sign of life 0 s ago" in text
+    assert "last heartbeat 0 s ago" in text
     lock.release()
 
 
 def test_run_on_another_machine_is_seen_by_its_signs_of_life(paths: ExperimentPaths) -> None:
-    """Where the lock of another machine is not seen, a fresh sign of life tells that a run is alive."""
+    """Where the lock of another machine is not seen, a fresh heartbeat tells that a run is alive."""
     claim = paths.temp_data / "claim_elsewhere"
     claim.mkdir()
     (claim / "beat").write_text("000000000001")
