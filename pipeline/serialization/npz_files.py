@@ -57,7 +57,7 @@ def columns_of(path: Path) -> Iterator[dict[str, np.ndarray]]:
 @contextmanager
 def opened_archive(path: Path, what: str, opened: BinaryIO | None = None) -> Iterator[tuple[BinaryIO, zipfile.ZipFile]]:
     """Open an archive that is safe to look into; ``opened`` is the same file where it is open already."""
-    with told_as_unreadable(path, what), opened_file(path) if opened is None else nullcontext(opened) as file:
+    with reported_as_unreadable(path, what), opened_file(path) if opened is None else nullcontext(opened) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         _check_frame(file, size)
@@ -73,7 +73,7 @@ def opened_file(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def told_as_unreadable(path: Path, what: str) -> Iterator[None]:
+def reported_as_unreadable(path: Path, what: str) -> Iterator[None]:
     """Turn whatever is found wrong with a file into one sentence."""
     try:
         yield

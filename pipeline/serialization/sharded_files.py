@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pipeline.serialization.npz_files import opened_file, told_as_unreadable
+from pipeline.serialization.npz_files import opened_file, reported_as_unreadable
 from pipeline.serialization.shard_index import Keys, Piece, StoredTensor, local_part, parse_index
 from pipeline.serialization.torch_files import load_tensors, load_weights
 from pipeline.system.files import regular_size
@@ -59,7 +59,7 @@ def load_shards(folder: Path, target: Target = whole, opened: Mapping[str, Binar
 
     ``opened`` are the folder's files by name where they are open already.
     """
-    with told_as_unreadable(folder, _WHAT):
+    with reported_as_unreadable(folder, _WHAT):
         return _Folder(folder, opened).load(target)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, BinaryIO
 import torch
 
 from pipeline.errors import UsageError
-from pipeline.serialization.npz_files import opened_archive, opened_file, told_as_unreadable
-from pipeline.serialization.tensor_headers import check_header
+from pipeline.serialization.npz_files import opened_archive, reported_as_unreadable
 from pipeline.serialization.tensor_pickles import check_pickle
+from pipeline.system.files import regular_size
 
 SAFETENSORS = ".safetensors"
 
@@ -37,9 +36,9 @@ def load_tensors(path: Path, opened: BinaryIO | None = None) -> Any:
 def load_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a safetensors file on the CPU; raise UnreadableFile for one that is not safe to read."""
     read = safetensors_package(path).load_file
-    with told_as_unreadable(path, "tensors written by safetensors"):
-        with opened_file(path) as file:
-            check_header(file, os.fstat(file.fileno()).st_size)
+    with reported_as_unreadable(path, "tensors written by safetensors"):
+        # safetensors compares the header with the file before it allocates anything. It would wait for a pipe.
+        regular_size(path)
         tensors: dict[str, torch.Tensor] = read(path, device="cpu")
         return tensors
 

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-_STATEFUL = {"save": "folder", "load": "folder"}
-# The methods of each object, with their arguments.
-METHODS: dict[str, dict[str, str]] = {
-    "dataset": {"__getitem__": "idx", "get_split_idxs": "split"},
-    "data_counter": {"count": "dataset_name, metadata_point", **_STATEFUL},
-    "TrainDataTransform": {"__call__": "data_point"},
-    "EvalDataTransform": {"__call__": "data_point"},
-    "checkpoint_saver": {"update": "losses, loss_weighter, early_stopper", "save_checkpoints": "", **_STATEFUL},
-    "early_stopper": {"update": "losses, loss_weighter", "improvement": "", "early_stop": "", **_STATEFUL},
-    "loss_weighter": {
-        "before_train_epoch": "losses",
-        "after_train_step": "losses",
-        "after_train_epoch": "losses",
-        "before_eval_epoch": "losses",
-        "after_eval_epoch": "losses",
-        "get_loss_weight": "register",
-        **_STATEFUL,
-    },
-    "tracker": {"begin": "run", "publish": "points", "close": ""},
+import inspect
+
+from pipeline import components
+
+# What each name stands for: an object with the methods of this class, whether it inherits from it or not.
+BASES: dict[str, type] = {
+    "dataset": components.BaseDataset,
+    "data_counter": components.BaseDataCounter,
+    "TrainDataTransform": components.BaseDataTransform,
+    "EvalDataTransform": components.BaseDataTransform,
+    "checkpoint_saver": components.BaseCheckpointSaver,
+    "early_stopper": components.BaseEarlyStopper,
+    "loss_weighter": components.BaseLossWeighter,
+    "tracker": components.BaseTracker,
 }
-# The class of pipeline.components that has all of these methods.
-BASES = {
-    "dataset": "BaseDataset",
-    "data_counter": "BaseDataCounter",
-    "TrainDataTransform": "BaseDataTransform",
-    "EvalDataTransform": "BaseDataTransform",
-    "checkpoint_saver": "BaseCheckpointSaver",
-    "early_stopper": "BaseEarlyStopper",
-    "loss_weighter": "BaseLossWeighter",
-    "tracker": "BaseTracker",
-}
+_OPTIONAL_METHODS = ("getitem_metadata", "publish_images")
+_SPECIAL_METHODS = ("__call__", "__getitem__")
+
+
+def required_methods(name: str) -> dict[str, list[str]]:
+    """Return the methods that an object of this name must have, with the names of their arguments."""
+    # In the order in which the classes define them, which inspect.getmembers would sort.
+    defined = [item for kind in BASES[name].__mro__ for item in vars(kind).items()]
+    return {
+        method: list(inspect.signature(function).parameters)[1:]
+        for method, function in defined
+        if inspect.isfunction(function)
+        and (method in _SPECIAL_METHODS or not method.startswith("_"))
+        and method not in _OPTIONAL_METHODS
+    }
+
+
 EXAMPLES = {
     "dataset": "dataset = MyDataset(), of a class that inherits from pipeline.components.BaseDataset",
     "data_counter": 'data_counter = CategoryCounter("label", num_categories=10), from pipeline.components',

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pipeline.errors import Problem, nearest
-from pipeline.experiment.pymodules.contract_examples import BASES, EXAMPLES, METHODS
+from pipeline.experiment.pymodules.contract_examples import BASES, EXAMPLES, required_methods
 from pipeline.experiment.pymodules.definitions import (
     Components,
     DataCounter,
@@ -248,17 +248,20 @@ class ContractReader:
                 module, name, f"must be an instance, but is the class {value.__name__}; write {value.__name__}(…)"
             )
             return
-        methods = {method: getattr(value, method, None) for method in METHODS[name]}
-        lacking = [f"{method}({METHODS[name][method]})" for method, one in methods.items() if not callable(one)]
+        required = required_methods(name)
+        methods = {method: getattr(value, method, None) for method in required}
+        lacking = [f"{method}({', '.join(required[method])})" for method, one in methods.items() if not callable(one)]
         if lacking:
             what = f"must have the methods {', '.join(lacking)}, but {type(value).__name__} has not"
-            self._broken(module, name, what, f"inherit from pipeline.components.{BASES[name]}, which has them all")
+            self._broken(
+                module, name, what, f"inherit from pipeline.components.{BASES[name].__name__}, which has them all"
+            )
         for method, function in methods.items():
-            arguments = METHODS[name][method]
-            count = len(arguments.split(", ")) if arguments else 0
-            if callable(function) and not takes(function, count):
+            arguments = required[method]
+            if callable(function) and not takes(function, len(arguments)):
                 found = f"{method}{inspect.signature(function)}"
-                self._broken(module, name, f"{found} must take {count} arguments: {method}({arguments})")
+                must = f"must take {len(arguments)} arguments: {method}({', '.join(arguments)})"
+                self._broken(module, name, f"{found} {must}")
 
     def _get(self, module: ModuleType, name: str) -> Any:
         if not hasattr(module, name):
