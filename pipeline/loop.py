@@ -261,9 +261,7 @@ class Loop:
         return {
             "best": self.best,
             "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
-            "num_consecutive_skipped": self._m.training.num_consecutive_skipped,
-            "grad_scaler": self._m.engine.scaler.state_dict(),
-            "requires_grad": self._m.engine.flags_state(),
+            **self._m.parts.save_run_values(),
         }
 
     def report(self, progress: Progress, state: str = "running", **more: Any) -> None:

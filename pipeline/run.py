@@ -222,11 +222,7 @@ class _Run:
         run_state = commit.manifest.run_state
         with committed_files(self._paths, self._processes, commit) as files:
             self._processes.on_all_ranks(lambda: self._load(session, files, progress))
-        session.training.num_consecutive_skipped = run_state["num_consecutive_skipped"]
-        session.engine.scaler.load_state_dict(run_state["grad_scaler"])
-        # Commits of earlier versions do not hold the flags.
-        if "requires_grad" in run_state:
-            session.engine.load_flags(run_state["requires_grad"])
+        session.parts.load_run_values(run_state)
         session.ranks.compare("after the last commit was restored", saves=True)
         session.engine.prepare()
         return progress, run_state

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from pipeline.checkpoint.parts import PersistedParts
+from pipeline.checkpoint.parts import PersistedParts, RunValue
 from pipeline.checkpoint.records import Records
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
@@ -33,6 +34,7 @@ from pipeline.training.rank_comparison import RankComparison
 from pipeline.training.step_plan import StepPlan
 from pipeline.training.training import TrainingStage
 
+_NUM_SKIPPED = "num_consecutive_skipped"
 _ENGINES: dict[str, Callable[[Experiment, Processes], GradientEngine]] = {"fast": DdpEngine, "exact": ExactEngine}
 
 
@@ -92,6 +94,11 @@ def build_session(
     if experiment.settings.training.sync_batchnorm:
         _check_even_steps(training.plan, processes)
     parts = PersistedParts(experiment, records, processes)
+    parts.run_values = [
+        RunValue(_NUM_SKIPPED, partial(getattr, training, _NUM_SKIPPED), partial(setattr, training, _NUM_SKIPPED)),
+        RunValue("grad_scaler", engine.scaler.state_dict, engine.scaler.load_state_dict),
+        RunValue("requires_grad", engine.flags_state, engine.load_flags, has_default=True),
+    ]
     return TrainingSession(
         paths=paths,
         processes=processes,

@@ -1,12 +1,19 @@
-"""The table of persisted parts: what each commit writes, and how it is read back."""
+"""The table of persisted parts: what each commit writes, and how it is read back.
+
+A part that must survive a kill is one row of this table: a folder or a file of tensors (``_rows``), or a small value
+in the manifest (``RunValue``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
 from pipeline.checkpoint.records import Records
 from pipeline.checkpoint.shards import targets_beside, targets_in
@@ -23,8 +30,46 @@ from pipeline.system.disk import Changes, json_writer
 ReadState = Callable[[str, Target], Any]
 
 
+class Moment(Enum):
+    """The kinds of commits."""
+
+    PREPARED = auto()
+    IN_EPOCH = auto()
+    AFTER_TRAINING = auto()
+    AFTER_EVALUATION = auto()
+
+
+_ONCE = frozenset({Moment.PREPARED})
+_TRAINED = frozenset({Moment.IN_EPOCH, Moment.AFTER_TRAINING})
+_JUDGED = frozenset({Moment.PREPARED, Moment.AFTER_EVALUATION})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row: where it is below data/, whose state it is, and which commits write it.
+
+    The owner of tensors has ``state_dict`` and ``load_state_dict``; any other saves and loads a folder of its own.
+    """
+
+    path: str
+    owner: Any
+    written_at: frozenset[Moment]
+    has_tensors: bool = False
+    is_restored: bool = True
+
+
+@dataclass(frozen=True)
+class RunValue:
+    """A small value in the manifest. With ``has_default``, commits of earlier versions may lack it."""
+
+    name: str
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+    has_default: bool = False
+
+
 class PersistedParts:
-    """Knows which file or folder below ``data/`` belongs to which part of a running experiment."""
+    """The parts of a running experiment, saved and restored together."""
 
     def __init__(self, experiment: Experiment, records: Records, processes: Processes | None = None) -> None:
         self._experiment = experiment
@@ -32,30 +77,72 @@ class PersistedParts:
         self._records = records
         self._processes = processes or Processes()
         self.is_sharded = experiment.settings.training.parallelism == FSDP
+        # Added where the objects are built whose values they are.
+        self.run_values: list[RunValue] = []
         self._snapshots = self._new_snapshots()
         self._num_committed_steps = 0
         self._segments: list[int] = []
 
+    @cached_property
+    def _table(self) -> list[Part]:
+        return list(self._rows())
+
+    def _rows(self) -> Iterator[Part]:
+        components = self._components
+        for name, entry in components.data_counters.items():
+            yield Part(f"data_counter_data/{name}", entry.counter, _ONCE)
+        for name, module in components.frozen_modules.items():
+            yield Part(self._path(f"module_ckps/frzn/{name}"), module, _ONCE, has_tensors=True)
+        for name, module in components.trained_modules.items():
+            yield Part(self._path(f"module_ckps/init/{name}"), module, _ONCE, has_tensors=True, is_restored=False)
+            # The first commit has it as another name of the initial weights.
+            yield Part(self._path(f"module_ckps/last/{name}"), module, _TRAINED, has_tensors=True)
+        for name, optimizer in self._experiment.optimizers.items():
+            yield Part(self._path(f"optim_ckps/{name}"), optimizer, _ONCE | _TRAINED, has_tensors=True)
+        for name, scheduler in self._experiment.schedulers.items():
+            yield Part(f"sched_data/{name}", scheduler, _ONCE | _TRAINED)
+        yield Part("early_stopper_data", components.early_stopper, _JUDGED)
+        yield Part("checkpoint_saver_data", components.checkpoint_saver, _JUDGED)
+        yield Part("loss_weighter_data", components.loss_weighter, _JUDGED | _TRAINED)
+
     def _new_snapshots(self) -> Snapshots:
         return Snapshots(copies=self._experiment.settings.training.checkpoint_in_background)
 
+    def _path(self, path: str) -> str:
+        """Return where tensors are: in a file, or in a folder of shards."""
+        return path if self.is_sharded else f"{path}.pt"
+
+    def _rows_at(self, moment: Moment) -> Changes:
+        """Return what the rows of the table write in a commit of this kind."""
+        rows = [part for part in self._table if moment in part.written_at]
+        folders = {part.path: part.owner.save for part in rows if not part.has_tensors}
+        owners = {part.path: part.owner for part in rows if part.has_tensors}
+        if self.is_sharded:
+            # Shards are written later, by all processes.
+            size = sum(num_bytes(owner.state_dict()) for owner in owners.values())
+            return Changes(folders=folders, shards=tuple(owners), num_bytes=size)
+        # Frozen modules are written once: the memory they are copied to goes with that commit.
+        frozen = set(map(id, self._components.frozen_modules.values()))
+        passing = self._new_snapshots()
+        taken = {}
+        for path, owner in owners.items():
+            kind = "optimizer" if isinstance(owner, Optimizer) else "module"
+            snapshots = passing if id(owner) in frozen else self._snapshots
+            taken[path] = snapshots.take(f"{kind} {Path(path).stem}", owner)
+        files = {path: writer for path, (writer, _) in taken.items()}
+        return Changes(files, folders, num_bytes=sum(size for _, size in taken.values()))
+
     def prepared(self) -> Changes:
         """Everything an experiment has before its first stage."""
-        counters = {
-            f"data_counter_data/{name}": entry.counter.save for name, entry in self._components.data_counters.items()
-        }
-        # What is frozen is written once: the memory it is copied to goes with this commit.
-        frozen = self._pool("frzn", self._components.frozen_modules, self._new_snapshots())
-        initial = self._pool("init", self._components.trained_modules)
         last = {path: path.replace("/last/", "/init/") for path in self._last_paths()}
         epochs = self._records.epoch_files("train") | self._records.epoch_files("val")
-        return self._policies() | Changes(epochs, counters, last) | frozen | initial | self._optimizers()
+        return Changes(epochs, same_as=last) | self._rows_at(Moment.PREPARED)
 
     def running_epoch(self) -> Changes:
         """The state inside a training epoch; of its steps only those that are new, and sometimes earlier ones again."""
         first, removed = self._next_segment()
         steps = {_segment_path(first): self._records.segment(first)}
-        return Changes(steps, removed=removed) | self._last_pool() | self._optimizers() | self._loss_weighter()
+        return Changes(steps, removed=removed) | self._rows_at(Moment.IN_EPOCH)
 
     def _next_segment(self) -> tuple[int, set[str]]:
         """Return the first step of the segment to write, and the segments that it replaces.
@@ -78,7 +165,7 @@ class PersistedParts:
         self._forget_segments()
         segments = {path for path in committed if path.startswith("running/")}
         records = Changes(self._records.epoch_files("train"), removed=segments, sealed=self._records.step_files(epoch))
-        return records | self._last_pool() | self._optimizers() | self._loss_weighter()
+        return records | self._rows_at(Moment.AFTER_TRAINING)
 
     def evaluated_epoch(self, epoch: int, pools: list[str], committed: Iterable[str]) -> Changes:
         """The decisions after an evaluation; pools are new names for the weights of ``last``."""
@@ -90,8 +177,8 @@ class PersistedParts:
         }
         same = {path.replace("/last/", f"/{pool}/"): path for path in self._last_paths() for pool in pools}
         dropped = self._outdated_pools({*committed, *same})
-        policies = self._policies()
-        return Changes(self._records.epoch_files("val"), policies.folders, same, dropped, weight_file, is_partial=True)
+        judged = self._rows_at(Moment.AFTER_EVALUATION)
+        return Changes(self._records.epoch_files("val"), judged.folders, same, dropped, weight_file, is_partial=True)
 
     def _outdated_pools(self, committed: set[str]) -> set[str]:
         limit = getattr(self._components.checkpoint_saver, "num_to_keep", None)
@@ -102,62 +189,32 @@ class PersistedParts:
         outdated = [f"{prefix}{epoch}/" for epoch in epochs[: max(0, len(epochs) - limit)]]
         return {path for path in committed if path.startswith(tuple(outdated))} if outdated else set()
 
-    def _pool(self, pool: str, modules: dict[str, torch.nn.Module], snapshots: Snapshots | None = None) -> Changes:
-        owners = {self._path(f"module_ckps/{pool}/{name}"): one for name, one in modules.items()}
-        return self._taken("module", owners, snapshots or self._snapshots)
-
-    def _path(self, path: str) -> str:
-        return path if self.is_sharded else f"{path}.pt"
-
     def _last_paths(self) -> list[str]:
         return [self._path(f"module_ckps/last/{name}") for name in self._components.trained_modules]
-
-    def _last_pool(self) -> Changes:
-        return self._pool("last", self._components.trained_modules)
-
-    def _optimizers(self) -> Changes:
-        states = {self._path(f"optim_ckps/{name}"): one for name, one in self._experiment.optimizers.items()}
-        schedulers = {folder: one.save for folder, one in self._schedulers().items()}
-        return self._taken("optimizer", states, self._snapshots) | Changes(folders=schedulers)
-
-    def _taken(self, kind: str, owners: Mapping[str, Any], snapshots: Snapshots) -> Changes:
-        """Take snapshots of modules or optimizers, by path; shards are written later, by all processes."""
-        if self.is_sharded:
-            return Changes(shards=tuple(owners), num_bytes=sum(num_bytes(one.state_dict()) for one in owners.values()))
-        taken = {path: snapshots.take(f"{kind} {Path(path).stem}", owner) for path, owner in owners.items()}
-        files = {path: writer for path, (writer, _) in taken.items()}
-        return Changes(files, num_bytes=sum(size for _, size in taken.values()))
 
     def write_shards(self, folders: Mapping[str, Path]) -> None:
         """Fill the folders of a commit that has begun, together with all other processes."""
         from pipeline.serialization.dcp_writer import save_shards
 
-        states = {folder: self._owner(path).state_dict() for path, folder in folders.items()}
+        owners = {part.path: part.owner for part in self._table}
+        states = {folder: owners[path].state_dict() for path, folder in folders.items()}
         for folder, state in states.items():
             check_state(folder.name, state)
         save_shards(states, self._processes)
 
-    def _owner(self, path: str) -> Any:
-        """Return the module or the optimizer that a folder of shards belongs to."""
-        owners = self._components.all_modules if path.startswith("module_ckps/") else self._experiment.optimizers
-        return owners[Path(path).name]
-
-    def _loss_weighter(self) -> Changes:
-        return Changes(folders={"loss_weighter_data": self._components.loss_weighter.save})
-
-    def _policies(self) -> Changes:
-        return Changes(folders={folder: one.save for folder, one in self._policy_components().items()})
-
-    def _policy_components(self) -> dict[str, Any]:
-        names = ("early_stopper", "checkpoint_saver", "loss_weighter")
-        return {f"{name}_data": getattr(self._components, name) for name in names}
-
-    def _schedulers(self) -> dict[str, Any]:
-        return {f"sched_data/{name}": one for name, one in self._experiment.schedulers.items()}
-
     def components(self) -> dict[str, Any]:
         """Return every component whose state changes during training, by its folder below data/."""
-        return self._schedulers() | self._policy_components()
+        return {part.path: part.owner for part in self._table if not part.has_tensors and part.written_at != _ONCE}
+
+    def save_run_values(self) -> dict[str, Any]:
+        """Return the small values of a commit, by name."""
+        return {value.name: value.save() for value in self.run_values}
+
+    def load_run_values(self, saved: Mapping[str, Any]) -> None:
+        """Give the small values of a commit back to their owners; earlier versions lack some of them."""
+        for value in self.run_values:
+            if value.name in saved or not value.has_default:
+                value.load(saved[value.name])
 
     @staticmethod
     def is_needed(path: str) -> bool:
@@ -169,14 +226,13 @@ class PersistedParts:
 
         ``folder`` has a copy of the committed files that are not weights, under their names below data/.
         """
-        restore_counters(self._components, folder)
-        for pool, modules in (("frzn", self._components.frozen_modules), ("last", self._components.trained_modules)):
-            for name, module in modules.items():
-                module.load_state_dict(read_state(self._path(f"module_ckps/{pool}/{name}"), targets_in(module)))
-        for name, optimizer in self._experiment.optimizers.items():
-            optimizer.load_state_dict(read_state(self._path(f"optim_ckps/{name}"), targets_beside(optimizer)))
-        for path, component in self.components().items():
-            component.load(_existing(folder / path))
+        for part in self._table:
+            if part.is_restored and part.has_tensors:
+                is_optimizer = isinstance(part.owner, Optimizer)
+                target = targets_beside(part.owner) if is_optimizer else targets_in(part.owner)
+                part.owner.load_state_dict(read_state(part.path, target))
+            elif part.is_restored:
+                part.owner.load(_existing(folder / part.path))
         self._restore_records(folder, sorted(folder.glob("running/*.npz")), progress)
 
     def _restore_records(self, data: Path, segments: list[Path], progress: Progress) -> None:
