@@ -23,9 +23,10 @@ from pipeline.checkpoint.snapshots import Snapshots
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.store.background_commit import Commits
+from pipeline.store.changes import Changes
 from pipeline.store.lock import RunLock
 from pipeline.store.store import ResultsStore
-from pipeline.system.disk import Changes, Digest, Disk, Writer
+from pipeline.system.disk import Digest, Disk, Writer
 
 HIDDEN, DEPTH = 3200, 10
 _NUM_USUAL = 15

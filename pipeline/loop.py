@@ -10,8 +10,8 @@ from typing import Any
 from pipeline.monitoring.journal import EPOCH
 from pipeline.progress import EVALUATION, TRAINING, Progress
 from pipeline.session import TrainingSession
+from pipeline.store.changes import Changes
 from pipeline.system.accelerators import memory_in_mb
-from pipeline.system.disk import Changes
 from pipeline.system.formatting import shown_duration
 from pipeline.system.logging import LOGGER
 from pipeline.system.seeding import seed_generators

@@ -9,6 +9,16 @@ from pathlib import Path
 
 from pipeline.errors import UsageError
 
+# Folders below data/: the public names of committed files.
+MODULE_CKPS = "module_ckps"
+OPTIM_CKPS = "optim_ckps"
+SCHED_DATA = "sched_data"
+LR_DATA = "lr_data"
+LOSS_REG_DATA = "loss_reg_data"
+LOSS_WEIGHT_DATA = "loss_weight_data"
+DATA_COUNTER_DATA = "data_counter_data"
+# The steps of an epoch that is being trained are committed, but have no public name.
+RUNNING_STEPS = "running"
 DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
 STATE_FILE = "state.json"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -186,7 +196,7 @@ class ExperimentPaths:
 
 def pool_file(data: Path, pool: str, module: str) -> Path:
     """Return where one module of a weight pool below a data folder is: a folder if it is in shards, else a file."""
-    folder = data / "module_ckps" / pool / module
+    folder = data / MODULE_CKPS / pool / module
     return folder if folder.is_dir() else folder.with_name(f"{module}.pt")
 
 

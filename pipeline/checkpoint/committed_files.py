@@ -16,12 +16,12 @@ from typing import Any
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, PipelineError, UnreadableFile
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import MODULE_CKPS, OPTIM_CKPS, ExperimentPaths
 from pipeline.serialization.sharded_files import Target
 from pipeline.store.manifest import Entry, Manifest
 from pipeline.store.weight_pools import CommitSuperseded, HeldFiles, ModuleFiles
 
-_STATES = ("module_ckps/", "optim_ckps/")
+_STATES = (f"{MODULE_CKPS}/", f"{OPTIM_CKPS}/")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _verify_shards(commit: CommitToRead, held: HeldFiles, processes: Processes) 
 
 def _is_shard(path: str) -> bool:
     """Return whether a file is one of several that hold a module or an optimizer together."""
-    depth = {"module_ckps": 3, "optim_ckps": 2}.get(path.partition("/")[0])
+    depth = {MODULE_CKPS: 3, OPTIM_CKPS: 2}.get(path.partition("/")[0])
     return depth is not None and path.count("/") == depth
 
 

@@ -22,9 +22,11 @@ from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.settings.settings import FSDP
+from pipeline.paths import DATA_COUNTER_DATA, LOSS_WEIGHT_DATA, MODULE_CKPS, OPTIM_CKPS, RUNNING_STEPS, SCHED_DATA
 from pipeline.progress import EVALUATION, Progress
 from pipeline.serialization.sharded_files import Target, num_bytes
-from pipeline.system.disk import Changes, json_writer
+from pipeline.store.changes import Changes
+from pipeline.system.disk import json_writer
 
 # Reads the committed state of a module or an optimizer by its path below data/.
 ReadState = Callable[[str, Target], Any]
@@ -90,17 +92,17 @@ class PersistedParts:
     def _rows(self) -> Iterator[Part]:
         components = self._components
         for name, entry in components.data_counters.items():
-            yield Part(f"data_counter_data/{name}", entry.counter, _ONCE)
+            yield Part(f"{DATA_COUNTER_DATA}/{name}", entry.counter, _ONCE)
         for name, module in components.frozen_modules.items():
-            yield Part(self._path(f"module_ckps/frzn/{name}"), module, _ONCE, has_tensors=True)
+            yield Part(self._path(f"{MODULE_CKPS}/frzn/{name}"), module, _ONCE, has_tensors=True)
         for name, module in components.trained_modules.items():
-            yield Part(self._path(f"module_ckps/init/{name}"), module, _ONCE, has_tensors=True, is_restored=False)
+            yield Part(self._path(f"{MODULE_CKPS}/init/{name}"), module, _ONCE, has_tensors=True, is_restored=False)
             # The first commit has it as another name of the initial weights.
-            yield Part(self._path(f"module_ckps/last/{name}"), module, _TRAINED, has_tensors=True)
+            yield Part(self._path(f"{MODULE_CKPS}/last/{name}"), module, _TRAINED, has_tensors=True)
         for name, optimizer in self._experiment.optimizers.items():
-            yield Part(self._path(f"optim_ckps/{name}"), optimizer, _ONCE | _TRAINED, has_tensors=True)
+            yield Part(self._path(f"{OPTIM_CKPS}/{name}"), optimizer, _ONCE | _TRAINED, has_tensors=True)
         for name, scheduler in self._experiment.schedulers.items():
-            yield Part(f"sched_data/{name}", scheduler, _ONCE | _TRAINED)
+            yield Part(f"{SCHED_DATA}/{name}", scheduler, _ONCE | _TRAINED)
         yield Part("early_stopper_data", components.early_stopper, _JUDGED)
         yield Part("checkpoint_saver_data", components.checkpoint_saver, _JUDGED)
         yield Part("loss_weighter_data", components.loss_weighter, _JUDGED | _TRAINED)
@@ -163,7 +165,7 @@ class PersistedParts:
     def trained_epoch(self, epoch: int, committed: Iterable[str]) -> Changes:
         """The state after a training epoch; its steps are sealed and their segments go."""
         self._forget_segments()
-        segments = {path for path in committed if path.startswith("running/")}
+        segments = {path for path in committed if path.startswith(f"{RUNNING_STEPS}/")}
         records = Changes(self._records.epoch_files("train"), removed=segments, sealed=self._records.step_files(epoch))
         return records | self._rows_at(Moment.AFTER_TRAINING)
 
@@ -173,7 +175,7 @@ class PersistedParts:
             name: float(self._components.loss_weighter.get_loss_weight(name)) for name in self._records.losses["val"]
         }
         weight_file = {
-            f"loss_weight_data/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights})
+            f"{LOSS_WEIGHT_DATA}/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights})
         }
         same = {path.replace("/last/", f"/{pool}/"): path for path in self._last_paths() for pool in pools}
         dropped = self._outdated_pools({*committed, *same})
@@ -184,13 +186,13 @@ class PersistedParts:
         limit = getattr(self._components.checkpoint_saver, "num_to_keep", None)
         if limit is None:
             return set()
-        prefix = "module_ckps/epoch_"
+        prefix = f"{MODULE_CKPS}/epoch_"
         epochs = sorted({int(path.removeprefix(prefix).split("/")[0]) for path in committed if path.startswith(prefix)})
         outdated = [f"{prefix}{epoch}/" for epoch in epochs[: max(0, len(epochs) - limit)]]
         return {path for path in committed if path.startswith(tuple(outdated))} if outdated else set()
 
     def _last_paths(self) -> list[str]:
-        return [self._path(f"module_ckps/last/{name}") for name in self._components.trained_modules]
+        return [self._path(f"{MODULE_CKPS}/last/{name}") for name in self._components.trained_modules]
 
     def write_shards(self, folders: Mapping[str, Path]) -> None:
         """Fill the folders of a commit that has begun, together with all other processes."""
@@ -219,7 +221,9 @@ class PersistedParts:
     @staticmethod
     def is_needed(path: str) -> bool:
         """Return whether a resumed run reads a committed file; other pools are for the user."""
-        return not path.startswith("module_ckps/") or path.startswith(("module_ckps/last/", "module_ckps/frzn/"))
+        return not path.startswith(f"{MODULE_CKPS}/") or path.startswith(
+            (f"{MODULE_CKPS}/last/", f"{MODULE_CKPS}/frzn/")
+        )
 
     def restore(self, read_state: ReadState, folder: Path, progress: Progress) -> None:
         """Bring every part back to what was committed; the same on every rank.
@@ -233,7 +237,7 @@ class PersistedParts:
                 part.owner.load_state_dict(read_state(part.path, target))
             elif part.is_restored:
                 part.owner.load(_existing(folder / part.path))
-        self._restore_records(folder, sorted(folder.glob("running/*.npz")), progress)
+        self._restore_records(folder, sorted(folder.glob(f"{RUNNING_STEPS}/*.npz")), progress)
 
     def _restore_records(self, data: Path, segments: list[Path], progress: Progress) -> None:
         self._records.load_epochs(data)
@@ -253,17 +257,17 @@ class PersistedParts:
 
 def is_counted(path: str) -> bool:
     """Return whether a committed file is what a data counter saved."""
-    return path.startswith("data_counter_data/")
+    return path.startswith(f"{DATA_COUNTER_DATA}/")
 
 
 def restore_counters(components: Components, data: Path) -> None:
     """Let every data counter load what it saved."""
     for name, entry in components.data_counters.items():
-        entry.counter.load(_existing(data / "data_counter_data" / name))
+        entry.counter.load(_existing(data / DATA_COUNTER_DATA / name))
 
 
 def _segment_path(first: int) -> str:
-    return f"running/steps_{first:09d}.npz"
+    return f"{RUNNING_STEPS}/steps_{first:09d}.npz"
 
 
 def _existing(folder: Path) -> Path:

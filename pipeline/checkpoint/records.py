@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.components import Losses, LossRecord
 from pipeline.experiment.settings.settings import LossRegister
+from pipeline.paths import LOSS_REG_DATA, LR_DATA
 from pipeline.serialization.npz_files import columns_of
 from pipeline.system.disk import Writer
 
@@ -39,7 +40,7 @@ class Records:
     def of_results(cls, registers: Iterable[LossRegister], data: Path, epoch: int) -> Records:
         """Return the records of finished epochs and the steps of ``epoch`` from the results alone."""
         rates: dict[str, dict[str, float]] = {}
-        for path in sorted(data.glob(f"lr_data/*/step_data_{epoch}.npz")):
+        for path in sorted(data.glob(f"{LR_DATA}/*/step_data_{epoch}.npz")):
             with columns_of(path) as found:
                 rates[path.parent.name] = {name.removeprefix("lr_"): 0.0 for name in found if name.startswith("lr_")}
         records = cls(registers, rates)
@@ -120,7 +121,7 @@ class Records:
         steps = np.arange(1, self.num_steps + 1)
         skipped = np.asarray(self.skipped, dtype=bool)
         files = {
-            f"loss_reg_data/train/{register}/step_data_{epoch}.npz": npz_writer(
+            f"{LOSS_REG_DATA}/train/{register}/step_data_{epoch}.npz": npz_writer(
                 {
                     "steps": steps,
                     "means": np.asarray(record.step_means),
@@ -134,7 +135,7 @@ class Records:
         for optimizer, groups in self.rates.items():
             rates = {f"lr_{group}": np.asarray(values) for group, values in groups.items()}
             norms = np.asarray(self.grad_norms[optimizer])
-            files[f"lr_data/{optimizer}/step_data_{epoch}.npz"] = npz_writer(
+            files[f"{LR_DATA}/{optimizer}/step_data_{epoch}.npz"] = npz_writer(
                 {"steps": steps, "grad_norms": norms, **rates}
             )
         return files
@@ -142,13 +143,13 @@ class Records:
     def load_step_files(self, data: Path, epoch: int) -> None:
         """Restore what ``step_files`` wrote: the latest finished epoch stays visible until the next begins."""
         for register, record in self.losses["train"].items():
-            with columns_of(data / f"loss_reg_data/train/{register}/step_data_{epoch}.npz") as found:
+            with columns_of(data / f"{LOSS_REG_DATA}/train/{register}/step_data_{epoch}.npz") as found:
                 for name in ("means", "totals", "items"):
                     getattr(record, f"step_{name}").extend(found[name].tolist())
                 skipped = found["skipped"].tolist()
         self.skipped.extend(skipped)
         for optimizer, groups in self.rates.items():
-            with columns_of(data / f"lr_data/{optimizer}/step_data_{epoch}.npz") as found:
+            with columns_of(data / f"{LR_DATA}/{optimizer}/step_data_{epoch}.npz") as found:
                 self.grad_norms[optimizer].extend(found["grad_norms"].tolist())
                 for group, values in groups.items():
                     values.extend(found[f"lr_{group}"].tolist())
@@ -156,7 +157,7 @@ class Records:
     def epoch_files(self, split: str) -> dict[str, Writer]:
         """Return the files that hold one entry per finished epoch, by path below data/."""
         return {
-            f"loss_reg_data/{split}/{register}/epoch_data.npz": npz_writer(
+            f"{LOSS_REG_DATA}/{split}/{register}/epoch_data.npz": npz_writer(
                 {name.removeprefix("epoch_"): np.asarray(getattr(record, name)) for name in _EPOCH_FIELDS}
             )
             for register, record in self.losses[split].items()
@@ -166,7 +167,7 @@ class Records:
         """Restore what ``epoch_files`` wrote, for both splits."""
         for split in SPLITS:
             for register, record in self.losses[split].items():
-                with columns_of(data / f"loss_reg_data/{split}/{register}/epoch_data.npz") as found:
+                with columns_of(data / f"{LOSS_REG_DATA}/{split}/{register}/epoch_data.npz") as found:
                     for name in _EPOCH_FIELDS:
                         setattr(record, name, found[name.removeprefix("epoch_")].tolist())
 

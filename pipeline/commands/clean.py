@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.lifecycle.mode import check_results_exist, inspect_results
-from pipeline.paths import ExperimentPaths, data_home
+from pipeline.paths import MODULE_CKPS, OPTIM_CKPS, ExperimentPaths, data_home
+from pipeline.store.changes import Changes
 from pipeline.store.lock import RunLock, check_free
 from pipeline.store.manifest import Manifest
 from pipeline.store.store import ResultsStore, read_current_manifest
-from pipeline.system.disk import Changes, Disk
+from pipeline.system.disk import Disk
 from pipeline.system.files import num_bytes
 from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline clean digits --keep epoch_10 --yes"
-_POOLS = "module_ckps/"
-_OPTIMIZERS = "optim_ckps/"
+_POOLS = f"{MODULE_CKPS}/"
+_OPTIMIZERS = f"{OPTIM_CKPS}/"
 _LOGS = "logs"
 
 

@@ -9,7 +9,7 @@ from pipeline.arguments import command_line
 from pipeline.checkpoint.parts import PersistedParts
 from pipeline.lifecycle.frozen_copy import differing_files
 from pipeline.lifecycle.mode import check_results_exist
-from pipeline.paths import ExperimentPaths, data_home
+from pipeline.paths import MODULE_CKPS, ExperimentPaths, data_home
 from pipeline.store.lock import check_free
 from pipeline.store.verify import Inspection, inspect
 from pipeline.system.formatting import shown_bytes
@@ -72,7 +72,7 @@ def _problems(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
 def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
     resume = command_line(paths.name, paths.home, "--resume")
     if found.damages or found.unreadable or found.state_problem:
-        lost = {path.split("/")[1] for path in _damaged(found) if path.startswith("module_ckps/")}
+        lost = {path.split("/")[1] for path in _damaged(found) if path.startswith(f"{MODULE_CKPS}/")}
         if lost:
             intact = ", ".join(_intact_pools(found)) or "none"
             yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"
@@ -95,8 +95,10 @@ def _damaged(found: Inspection) -> set[str]:
 
 def _intact_pools(found: Inspection) -> list[str]:
     damaged = _damaged(found)
-    files = [path for path in found.commits[0].files if path.startswith("module_ckps/")] if found.commits else []
+    files = [path for path in found.commits[0].files if path.startswith(f"{MODULE_CKPS}/")] if found.commits else []
     pools = dict.fromkeys(path.split("/")[1] for path in files)
     return [
-        pool for pool in pools if not any(path in damaged for path in files if path.startswith(f"module_ckps/{pool}/"))
+        pool
+        for pool in pools
+        if not any(path in damaged for path in files if path.startswith(f"{MODULE_CKPS}/{pool}/"))
     ]

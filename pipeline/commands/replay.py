@@ -17,7 +17,7 @@ from pipeline.checkpoint.parts import PersistedParts
 from pipeline.errors import PipelineError, UsageError
 from pipeline.lifecycle.mode import check_results_exist
 from pipeline.lifecycle.starts import read_starts
-from pipeline.paths import ExperimentPaths, data_home
+from pipeline.paths import LOSS_REG_DATA, LR_DATA, RUNNING_STEPS, ExperimentPaths, data_home
 from pipeline.progress import TRAINING, Progress
 from pipeline.store.compare import read_any
 from pipeline.store.generations import Generations
@@ -159,8 +159,8 @@ def _recorded_step(paths: ExperimentPaths, epoch: int, step: int) -> dict[str, s
         return None
     values: dict[str, Any] = {}
     for path, entry in Generations(paths).all_files(manifest).items():
-        is_losses = path.startswith("loss_reg_data/train/")
-        if path.endswith(f"/step_data_{epoch}.npz") and (is_losses or path.startswith("lr_data/")):
+        is_losses = path.startswith(f"{LOSS_REG_DATA}/train/")
+        if path.endswith(f"/step_data_{epoch}.npz") and (is_losses or path.startswith(f"{LR_DATA}/")):
             arrays = read_any(Generations(paths).stored(entry))
             owner = Path(path).parent.name
             names = {"means", "totals", "items"} if is_losses else {"grad_norms"}
@@ -174,7 +174,7 @@ def _recorded_step(paths: ExperimentPaths, epoch: int, step: int) -> dict[str, s
 def _segment_values(paths: ExperimentPaths, manifest: Manifest, step: int) -> dict[str, Any]:
     names = {"means": "means", "totals": "totals", "items": "items", "grad_norm": "grad_norms"}
     for path, entry in sorted(manifest.files.items()):
-        if not path.startswith("running/steps_"):
+        if not path.startswith(f"{RUNNING_STEPS}/steps_"):
             continue
         arrays = read_any(Generations(paths).stored(entry))
         first = int(path.split("_")[1].split(".")[0])

@@ -12,7 +12,7 @@ from torch import nn
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
 from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition, WeightSource
 from pipeline.experiment.sharding import spread_like
-from pipeline.paths import ExperimentPaths, check_name, pool_file, results_names
+from pipeline.paths import MODULE_CKPS, ExperimentPaths, check_name, pool_file, results_names
 from pipeline.serialization.sharded_files import load_state, names_in
 
 _SHOWN = 10
@@ -56,7 +56,7 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
         listed = f"there are {', '.join(known) or 'none'}.{nearest(other.name, known)}"
         raise ValueError(f"load_weights_from_exp needs the results of experiment {other.name!r}; {listed}")
     if not path.exists():
-        pools = sorted(entry.name for entry in (other.data / "module_ckps").glob("*"))
+        pools = sorted(entry.name for entry in (other.data / MODULE_CKPS).glob("*"))
         modules = names_in(path.parent)
         raise ValueError(
             f"load_weights_from_exp needs {path}, but experiment {source.exp_name!r} has the pools "

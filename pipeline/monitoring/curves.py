@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.errors import UnreadableFile
 from pipeline.monitoring.status_file import read_status
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import LOSS_REG_DATA, LOSS_WEIGHT_DATA, LR_DATA, ExperimentPaths
 from pipeline.serialization.npz_files import columns_of
 from pipeline.store.generations import HIDDEN, Generations
 from pipeline.store.manifest import Manifest
@@ -21,9 +21,9 @@ from pipeline.store.store import read_current_manifest
 from pipeline.system.files import read_regular
 
 _NUM_TRIES = 5
-_STEP_FILE = re.compile(r"loss_reg_data/train/(?P<register>.+)/step_data_(?P<epoch>\d+)\.npz")
-_RATE_FILE = re.compile(r"lr_data/(?P<optimizer>.+)/step_data_(?P<epoch>\d+)\.npz")
-_WEIGHT_FILE = re.compile(r"loss_weight_data/loss_weights_(?P<epoch>\d+)\.json")
+_STEP_FILE = re.compile(rf"{LOSS_REG_DATA}/train/(?P<register>.+)/step_data_(?P<epoch>\d+)\.npz")
+_RATE_FILE = re.compile(rf"{LR_DATA}/(?P<optimizer>.+)/step_data_(?P<epoch>\d+)\.npz")
+_WEIGHT_FILE = re.compile(rf"{LOSS_WEIGHT_DATA}/loss_weights_(?P<epoch>\d+)\.json")
 Answer = TypeVar("Answer")
 
 
@@ -112,7 +112,7 @@ def _epoch_of(path: str) -> int:
 
 
 def _epochs(files: dict[str, Path], split: str) -> dict[str, Curve]:
-    prefix = f"loss_reg_data/{split}/"
+    prefix = f"{LOSS_REG_DATA}/{split}/"
     suffix = "/epoch_data.npz"
     curves = {}
     for path in sorted(path for path in files if path.startswith(prefix) and path.endswith(suffix)):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.progress import Progress
+from pipeline.store.changes import Changes
 from pipeline.store.store import ResultsStore
-from pipeline.system.disk import Changes, low_priority_executor
+from pipeline.system.disk import low_priority_executor
 
 
 class Commits:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import RUNNING_STEPS, ExperimentPaths
 from pipeline.store.manifest import (
     MANIFEST_FILE,
     Entry,
@@ -19,7 +19,7 @@ from pipeline.store.manifest import (
 from pipeline.system.disk import Digest
 from pipeline.system.files import regular_size
 
-HIDDEN = "running/"
+HIDDEN = f"{RUNNING_STEPS}/"
 
 
 class Generations:

@@ -22,11 +22,12 @@ from pipeline.arguments import verb_line
 from pipeline.errors import DamagedResults, PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
+from pipeline.store.changes import Changes
 from pipeline.store.generations import Generations, matches
 from pipeline.store.lock import Claim
 from pipeline.store.manifest import MANIFEST_FILE, Entry, Manifest, SealedList, State, outside, renamed, sealed_json
 from pipeline.store.public_links import View
-from pipeline.system.disk import Changes, Digest, Disk, bytes_writer
+from pipeline.system.disk import Digest, Disk, bytes_writer
 from pipeline.system.logging import LOGGER
 
 SEALED_FILE = "sealed.json"

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from pipeline.arguments import verb_line
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, PipelineError, UsageError, nearest
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import DATA_COUNTER_DATA, MODULE_CKPS, ExperimentPaths
 from pipeline.progress import EVALUATION, FINISHED, TRAINING
 from pipeline.serialization.sharded_files import Target, load_shards, whole
 from pipeline.serialization.torch_files import load_tensors
@@ -22,8 +22,8 @@ from pipeline.system.disk import Digest
 from pipeline.system.files import regular_size
 
 FROZEN = "frzn"
-_POOLS = "module_ckps/"
-_COUNTERS = "data_counter_data/"
+_POOLS = f"{MODULE_CKPS}/"
+_COUNTERS = f"{DATA_COUNTER_DATA}/"
 _ATTEMPTS = 20
 # The files of one module by their names in its folder of shards; a file that is the whole module has no such name.
 ModuleFiles = dict[str, Entry]

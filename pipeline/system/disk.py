@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -32,6 +32,11 @@ _PORTION = 8 << 20
 _BEGIN_STORING = 2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SECONDS_BETWEEN_ATTEMPTS = 0.001
+
+
+# How much less important a thread of the background is than the training, and the least that the kernel knows.
+_STEPS_BACK = 10
+_LEAST = 19
 
 
 def low_priority_executor(name: str) -> ThreadPoolExecutor:
@@ -324,40 +329,3 @@ def bytes_writer(content: bytes) -> Writer:
         file.write(content)
 
     return write
-
-
-@dataclass
-class Changes:
-    """What a commit changes, by path below ``data/``; the store knows nothing else of training.
-
-    ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
-    A partial commit shares its most important files with the one before.
-    ``shards`` are folders that all processes fill together once the commit has begun. What ``same_as`` names may be a
-    file or a folder with all in it.
-    Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
-    """
-
-    files: dict[str, Writer] = field(default_factory=dict)
-    folders: dict[str, Callable[[Path], None]] = field(default_factory=dict)
-    same_as: dict[str, str] = field(default_factory=dict)
-    removed: set[str] = field(default_factory=set)
-    sealed: dict[str, Writer] = field(default_factory=dict)
-    is_partial: bool = False
-    num_bytes: int = 0
-    shards: tuple[str, ...] = ()
-
-    def __or__(self, other: Changes) -> Changes:
-        return Changes(
-            self.files | other.files,
-            self.folders | other.folders,
-            self.same_as | other.same_as,
-            self.removed | other.removed,
-            self.sealed | other.sealed,
-            self.is_partial and other.is_partial,
-            self.num_bytes + other.num_bytes,
-            self.shards + other.shards,
-        )
-
-
-_STEPS_BACK = 10
-_LEAST = 19

@@ -11,10 +11,11 @@ from pipeline.lifecycle.mode import inspect_results
 from pipeline.lifecycle.reset import open_fresh
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import FINISHED, TRAINING, Progress
+from pipeline.store.changes import Changes
 from pipeline.store.lock import RunLock
 from pipeline.store.store import ResultsStore, is_settled
 from pipeline.store.verify import inspect
-from pipeline.system.disk import Changes, Disk, bytes_writer
+from pipeline.system.disk import Disk, bytes_writer
 
 NUM_COMMITS = 5
 

@@ -10,9 +10,10 @@ from typing import TypeVar
 import pytest
 
 from pipeline.errors import PipelineError
+from pipeline.store.changes import Changes
 from pipeline.store.manifest import MANIFEST_FILE, Manifest, State, sealed_json
 from pipeline.store.store import ResultsStore
-from pipeline.system.disk import Changes, bytes_writer
+from pipeline.system.disk import bytes_writer
 from tests.crash.test_store import POWER_CUTS, cut_everywhere, kill_everywhere
 from tests.support.faults import PowerCutDisk
 

@@ -13,11 +13,12 @@ import pytest
 from pipeline.errors import DamagedResults, PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
+from pipeline.store.changes import Changes
 from pipeline.store.lock import RunLock
 from pipeline.store.manifest import read_sealed_json, sealed_json
 from pipeline.store.store import ResultsStore
 from pipeline.store.verify import inspect
-from pipeline.system.disk import Changes, Disk, bytes_writer
+from pipeline.system.disk import Disk, bytes_writer
 from tests.crash.life import NUM_COMMITS, Life, changes, is_needed, make, place
 from tests.support.experiments import tree
 from tests.support.faults import CountingDisk

@@ -29,10 +29,11 @@ from pipeline.lifecycle.starts import read_starts, record_start
 from pipeline.paths import ExperimentPaths, check_name
 from pipeline.progress import TRAINING, Progress
 from pipeline.serialization.torch_files import load_tensors
+from pipeline.store.changes import Changes
 from pipeline.store.lock import RunLock, check_free, read_owner
 from pipeline.store.manifest import MANIFEST_FILE, read_sealed_json, sealed_json
 from pipeline.store.store import SEALED_FILE, ResultsStore, is_settled
-from pipeline.system.disk import Changes, Disk, bytes_writer
+from pipeline.system.disk import Disk, bytes_writer
 from tests.support.experiments import SETTINGS, tree, write_experiment
 
 often = settings(derandomize=True, deadline=None, max_examples=300)

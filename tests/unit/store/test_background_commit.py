@@ -13,9 +13,10 @@ from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress
 from pipeline.store.background_commit import Commits
+from pipeline.store.changes import Changes
 from pipeline.store.lock import RunLock
 from pipeline.store.store import ResultsStore, read_current_manifest
-from pipeline.system.disk import Changes, Disk, bytes_writer, low_priority_executor
+from pipeline.system.disk import Disk, bytes_writer, low_priority_executor
 
 
 class SlowDisk(Disk):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.system.disk import Changes, Digest, Disk, bytes_writer, json_writer
+from pipeline.store.changes import Changes
+from pipeline.system.disk import Digest, Disk, bytes_writer, json_writer
 
 
 def test_digest_of_a_write_is_that_of_the_file(tmp_path: Path) -> None:
