@@ -185,9 +185,18 @@ def test_other_surroundings_are_told_once_and_do_not_stop_a_resume(home: Path) -
 
 @pytest.mark.slow
 def test_more_processes_than_gpus_are_refused(home: Path) -> None:
-    """Both numbers and the variable that decides are told before the processes meet."""
-    text = "import torch\n\ntorch.cuda.is_available = lambda: True\ntorch.cuda.device_count = lambda: 1\n"
-    said = ["2 processes on this machine need 2 GPUs, but 1 can be seen; CUDA_VISIBLE_DEVICES is '3'."]
+    """Two processes that see one and the same GPU are refused with both numbers and the variable that decides."""
+    text = """
+from types import SimpleNamespace
+
+import torch
+
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+torch.accelerator.device_count = lambda: 1
+torch.accelerator.set_device_index = lambda device: None
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="GPU-1")
+"""
+    said = ["2 processes on this machine need 2 accelerators, but 1 can be seen; CUDA_VISIBLE_DEVICES is '3'."]
     check_refused(home, code=2, said=said, PYTHONPATH=hide(home, text), CUDA_VISIBLE_DEVICES="3")
 
 
