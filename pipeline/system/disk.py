@@ -29,6 +29,7 @@ _CHUNK = 1 << 20
 # What is worth handing to a second thread and to the disk, and how much is written at once.
 _LARGE = 4 << 20
 _PORTION = 8 << 20
+_ATTEMPTS_TO_EMPTY = 5
 _BEGIN_STORING = 2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SECONDS_BETWEEN_ATTEMPTS = 0.001
@@ -202,9 +203,14 @@ class Disk:
         if path.is_symlink() or not path.is_dir():
             self.remove(path)
             return True
-        found = [self.remove_tree(entry) for entry in _entries(path) if not _is_held_by_nfs(entry)]
-        if not all(found) or any(_is_held_by_nfs(entry) for entry in _entries(path)):
-            return False
+        # A run that is being refused at this moment may still add a file of its own.
+        for _ in range(_ATTEMPTS_TO_EMPTY):
+            found = [self.remove_tree(entry) for entry in _entries(path) if not _is_held_by_nfs(entry)]
+            left = _entries(path)
+            if not all(found) or any(map(_is_held_by_nfs, left)):
+                return False
+            if not left:
+                break
         self.remove_folder(path)
         return True
 
