@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pipeline.arguments import has_launcher, parse_arguments
+from pipeline.arguments import parse_arguments
+from pipeline.command_lines import has_launcher
 from pipeline.system.stop_requests import end_with_launcher
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run an experiment and return an exit code that tells the truth."""
+    """Run an experiment and return its exit code."""
     arguments = parse_arguments(words)
+    # As early as possible: torchrun may be killed while torch is being imported.
     if has_launcher():
         end_with_launcher()
-    # Only a valid command line is worth the seconds that importing torch takes.
+    # Imported late, because torch takes seconds and a wrong command line should be refused at once.
     from pipeline.worker import run_worker
 
     return run_worker(arguments)

@@ -65,7 +65,7 @@ class LongEpoch:
         self._machinery = build_session(
             paths, Processes(), experiment, ResultsStore(paths, Disk(), RunLock(paths).claim)
         )
-        self._machinery.create_module_transforms()
+        self._machinery.experiment.create_module_transforms()
         self._machinery.engine.prepare()
         self._steps = self._run()
         next(self._steps)

@@ -1,3 +1,3 @@
 """A training pipeline that cannot lose an experiment."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

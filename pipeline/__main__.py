@@ -5,13 +5,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Protocol, cast
 
 from pipeline.arguments import RankZeroParser
 from pipeline.errors import PipelineError
 from pipeline.paths import DATA_HOME_VARIABLE
 
+
+class _Verb(Protocol):
+    """What every file of ``commands/`` defines."""
+
+    EXAMPLE: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], int]
+
+
+# By name. Each is a file of ``commands/``, with "_" for "-".
 _VERBS = {
     "new": "Write a settings folder that trains as it is.",
     "check": "Find everything that can be known to be wrong before training; writes nothing.",
@@ -34,25 +45,29 @@ _VERBS = {
 
 def main(words: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
-    words, flags = _parted(sys.argv[1:] if words is None else words)
+    words = sys.argv[1:] if words is None else words
+    # Behind "--" are flags of a training run, which the verb's own parser must not see.
+    split = words.index("--") if "--" in words else len(words)
+    flags = words[split + 1 :]
+    words = words[:split]
     parser = RankZeroParser(prog="python -m pipeline", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in _VERBS.items():
-        own = verbs.add_parser(
+        verb_parser = verbs.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         # Only the verb that runs is imported: some need torch, which takes seconds.
         if name in words[:1]:
-            own.epilog = _module(name).EXAMPLE
-            _module(name).add_arguments(own)
-            own.add_argument(
+            verb_parser.epilog = _import_verb(name).EXAMPLE
+            _import_verb(name).add_arguments(verb_parser)
+            verb_parser.add_argument(
                 "--data-home", metavar="DIR", help=f"default: ${DATA_HOME_VARIABLE}, else the current folder"
             )
     arguments = parser.parse_args(words, argparse.Namespace(flags=flags, takes_flags=False))
     if flags and not arguments.takes_flags:
         parser.error(f"{arguments.verb} takes no flags of a training run behind '--'")
     try:
-        return int(_module(arguments.verb).execute(arguments))
+        return _import_verb(arguments.verb).execute(arguments)
     except PipelineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -62,14 +77,8 @@ def main(words: list[str] | None = None) -> int:
         return 130
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the verb, and behind ``--`` the flags of a training run."""
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], words[place + 1 :]
-
-
-def _module(verb: str) -> Any:
-    return import_module(f"pipeline.commands.{verb.replace('-', '_')}")
+def _import_verb(verb: str) -> _Verb:
+    return cast(_Verb, import_module(f"pipeline.commands.{verb.replace('-', '_')}"))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeline.command_lines import verb_line
 from pipeline.errors import UsageError
 from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home, settings_names
 
@@ -75,30 +74,6 @@ class RankZeroParser(argparse.ArgumentParser):
 def is_rank_zero() -> bool:
     """Return, before processes have joined, whether this one reports for all."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def has_launcher() -> bool:
-    """Return whether torchrun has started this process and looks after it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def command_line(experiment: str, home: Path, *words: str) -> str:
-    """Return the line that runs an experiment the way this process was run."""
-    nproc = os.environ.get("LOCAL_WORLD_SIZE")
-    num_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
-    several = f" --nnodes={num_machines} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT" if num_machines != "1" else ""
-    launcher = f"torchrun{several} --nproc-per-node={nproc}" if nproc else "python"
-    return f"{launcher} {shlex.join(['training_pipeline.py', experiment, *_home_option(home), *words])}"
-
-
-def verb_line(verb: str, experiment: str | None, home: Path, *words: str) -> str:
-    """Return the line that calls a helper verb, for an experiment if one is given, of a data home."""
-    named = [] if experiment is None else [experiment]
-    return f"python -m pipeline {shlex.join([verb, *named, *words, *_home_option(home)])}"
-
-
-def _home_option(home: Path) -> list[str]:
-    return [] if home == data_home(None) else ["--data-home", str(home)]
 
 
 def parse_arguments(words: list[str] | None = None) -> Arguments:

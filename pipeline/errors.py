@@ -1,9 +1,9 @@
-"""Every error a user is meant to read, and the exit code it ends in.
+"""The errors that a user reads, with their exit codes.
 
 PipelineError            1  something failed while running
 ├── DamagedResults       1  committed files do not match their digests
 ├── UnreadableFile       1  a file of tensors or arrays is not safe to read
-├── RanksDiffer          1  what must be the same on every rank is not
+├── RanksDiffer          1  values that must be the same on every rank are not
 ├── InvalidExperiment    2  settings, pymodules or their combination are wrong
 │   └── UsageError       2  the command line itself is wrong
 └── StateConflict        3  results exist, are missing, or are in use
@@ -18,7 +18,7 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what must hold and was found instead, and what to do."""
+    """One problem: where it is, what must hold and was found instead, and what to do about it."""
 
     where: str
     what: str
@@ -29,15 +29,17 @@ class Problem:
 
 
 class PipelineError(Exception):
-    """A failure with a message for the user; shown without a stack trace.
+    """A failure with a message for the user, shown without a stack trace.
 
-    ``is_shared``: every process has it, so that rank 0 alone reports it.
+    ``is_shared``: all ranks raise the same error, so that rank 0 alone reports it.
     """
 
     exit_code = 1
     is_shared = False
 
     def shared(self) -> PipelineError:
+        """Mark the error as raised by all ranks, and return it."""
+        # An attribute of the instance, so that it survives pickling on the way to other ranks.
         self.is_shared = True
         return self
 
@@ -47,7 +49,7 @@ class DamagedResults(PipelineError):
 
 
 class UnreadableFile(PipelineError):
-    """A file of tensors or arrays is damaged, or would do more than hold values when it is read."""
+    """A file of tensors or arrays is damaged, or contains more than values, for example code."""
 
 
 class RanksDiffer(PipelineError):
@@ -55,12 +57,13 @@ class RanksDiffer(PipelineError):
 
 
 class InvalidExperiment(PipelineError):
-    """The experiment cannot run as it is written; carries every problem found, not the first only."""
+    """The experiment cannot run as it is written. Holds all problems that were found, not only the first."""
 
     exit_code = 2
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
+        # Ranks send errors to each other: pickle calls the class with the arguments of Exception.__init__.
         super().__init__(problems)
 
     def __str__(self) -> str:
@@ -74,6 +77,7 @@ class UsageError(InvalidExperiment):
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__([Problem("command line", what, fix)])
+        # As above: pickle must call this class with its own arguments, not with those of its base.
         self.args = (what, fix)
 
     def __str__(self) -> str:
@@ -82,12 +86,12 @@ class UsageError(InvalidExperiment):
 
 
 class StateConflict(PipelineError):
-    """What is on disk does not allow what was asked."""
+    """The state of the results on disk does not allow the requested action."""
 
     exit_code = 3
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return ' Did you mean …?' for the closest known word, or nothing."""
+    """Return " Did you mean …?" with the closest known word, or an empty string if none is close."""
     close = get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

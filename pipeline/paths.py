@@ -22,7 +22,10 @@ RUNNING_STEPS = "running"
 DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
 STATE_FILE = "state.json"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_MAX_CHARACTERS = 200
+_MAX_NAME_CHARACTERS = 200
+# Limits of a path that was read from a file: file systems take names of 255 bytes, and no result lies as deep.
+_MAX_SEGMENTS = 32
+_MAX_SEGMENT_BYTES = 255
 # What an experiment keeps in its own results; an experiment below another name must not look like it.
 OLD_TOKEN_PREFIX = ".shared_"
 RESERVED = frozenset({"pymodules", "settings", "data", "temp_data", "generations"})
@@ -31,9 +34,9 @@ RESERVED = frozenset({"pymodules", "settings", "data", "temp_data", "generations
 def check_name(name: str, what: str = "experiment name") -> str:
     """Return ``name`` if it is a safe name; nothing else may ever become part of a path."""
     segments = name.split("/")
-    if len(name) > _MAX_CHARACTERS or not all(_SEGMENT.fullmatch(segment) for segment in segments):
+    if len(name) > _MAX_NAME_CHARACTERS or not all(_SEGMENT.fullmatch(segment) for segment in segments):
         raise UsageError(
-            f"The {what} must be at most {_MAX_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
+            f"The {what} must be at most {_MAX_NAME_CHARACTERS} letters, digits, '.', '_' or '-', grouped by '/', "
             f"and no part of it may start with '.', but it is {name!r} instead."
         )
     if RESERVED & set(segments[1:]):
@@ -48,7 +51,7 @@ def check_name(name: str, what: str = "experiment name") -> str:
 def is_inside(name: str) -> bool:
     """Return whether a relative path stays below the folder it is joined to, and can exist at all."""
     segments = os.fsencode(name).split(b"/")
-    is_short = len(segments) <= 32 and all(len(segment) <= 255 for segment in segments)
+    is_short = len(segments) <= _MAX_SEGMENTS and all(len(segment) <= _MAX_SEGMENT_BYTES for segment in segments)
     return is_short and "\0" not in name and not {b"", b".", b".."} & set(segments)
 
 
@@ -123,9 +126,9 @@ class ExperimentPaths:
         tops = [top for top in (self.home, self.home / "experiment_results") if top.is_dir()]
         prefixes = (self._token_prefix, self._aside_prefix)
         entries = [entry for top in tops for entry in top.iterdir()]
-        found = [entry for entry in entries if entry.name.startswith(prefixes)]
+        leftovers = [entry for entry in entries if entry.name.startswith(prefixes)]
         # Earlier versions wrote tokens into the results.
-        return sorted([*found, *self.results.glob(f"{OLD_TOKEN_PREFIX}*")])
+        return sorted([*leftovers, *self.results.glob(f"{OLD_TOKEN_PREFIX}*")])
 
     @property
     def state_file(self) -> Path:
@@ -203,16 +206,18 @@ def pool_file(data: Path, pool: str, module: str) -> Path:
 def all_experiments(home: Path, folder: str, marker: str) -> list[str]:
     """Return the names of all experiments below ``home/folder``: folders that hold ``marker``."""
     top = home / folder
-    found = []
+    names = []
     for path, folders, files in os.walk(top):
         name = Path(path).relative_to(top).as_posix()
         if marker in files or marker in folders:
+            # No experiment lies inside another one.
             folders.clear()
-            found.append(name)
+            names.append(name)
         # What an experiment that is just being opened keeps may have files of the marker's name too.
-        kept = RESERVED if name != "." else frozenset()
-        folders[:] = sorted(one for one in folders if _SEGMENT.fullmatch(one) and one not in kept)
-    return sorted(name for name in found if name != ".")
+        skipped = RESERVED if name != "." else frozenset()
+        # In place: os.walk descends into what is left in this very list.
+        folders[:] = sorted(segment for segment in folders if _SEGMENT.fullmatch(segment) and segment not in skipped)
+    return sorted(name for name in names if name != ".")
 
 
 def settings_names(home: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where an experiment stands, as an immutable value."""
+"""Progress of an experiment as an immutable value."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PREPARE = "prepare"
 EVALUATION = "evaluation"
 TRAINING = "training"
 FINISHED = "finished"
-# As they follow one another within an epoch.
+# In the order in which they follow each other within an epoch; results hold the names.
 _STAGES = (PREPARE, TRAINING, EVALUATION, FINISHED)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The stage to run next and, inside a training stage, the number of its steps already taken."""
+    """The stage to run next and, inside a training stage, the number of steps already taken."""
 
     stage: str = PREPARE
     epoch: int = 0
@@ -27,11 +27,11 @@ class Progress:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Return what places can be sorted by."""
+        """Return a key that sorts places in the order in which they are reached."""
         return (self.epoch, _STAGES.index(self.stage), self.step)
 
     def next(self, *, evaluate: bool = True, stop: bool = False) -> Progress:
-        """Return what follows once this stage is complete.
+        """Return the place that follows once this stage is complete.
 
         prepare → evaluation 0 → training 1 → evaluation 1 → training 2 → … → finished
         """
@@ -45,19 +45,21 @@ class Progress:
         return Progress(self.stage, self.epoch, step)
 
     def describe_next(self) -> str:
-        """Return in words what is computed first from here on."""
+        """Return in words what is computed next."""
+        # Steps are counted from 1 where people read them, and ``step`` of them are taken.
         if self.stage == TRAINING:
             return f"epoch {self.epoch}, step {self.step + 1}"
         return "the first step" if self.stage == PREPARE else str(self)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Progress:
-        """Return what ``as_json`` gave, or raise ValueError, TypeError or KeyError."""
+        """Return the progress that ``as_json`` described; raise ValueError, TypeError or KeyError if it is not one."""
         progress = cls(value["stage"], value["epoch"], value["step"])
         counts = (progress.epoch, progress.step)
+        # ``type``, not isinstance: JSON's true is an int to Python.
         if progress.stage not in _STAGES or any(type(count) is not int or count < 0 for count in counts):
             raise ValueError(f"{value} is not a place in an experiment")
         return progress

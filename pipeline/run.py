@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pipeline.arguments import AUTO, RESET, RESUME, Arguments, verb_line
+from pipeline.arguments import AUTO, RESET, RESUME, Arguments
 from pipeline.checkpoint.committed_files import CommittedFiles, CommitToRead, committed_files
 from pipeline.checkpoint.parts import PersistedParts, is_counted, restore_counters
+from pipeline.command_lines import verb_line
 from pipeline.distributed.hardware import compare_hardware
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
-from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
-from pipeline.experiment.counting import count
+from pipeline.experiment.assembly import Experiment, assemble, count, read_checked_contents
 from pipeline.experiment.dataset_fingerprints import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
 from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.pymodules.loader import relocate
@@ -27,10 +27,9 @@ from pipeline.experiment.sharding import mesh_of
 from pipeline.lifecycle.finished import finish_pending, finished_lines
 from pipeline.lifecycle.frozen_copy import copy_folder, differing_files, digest_folder, refuse_edited_copy
 from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect_results
-from pipeline.lifecycle.provenance import describe_start
+from pipeline.lifecycle.provenance import describe_start, was_started_before
 from pipeline.lifecycle.reset import check_shared, check_writable, open_fresh, reset
-from pipeline.lifecycle.restarts import was_started_before
-from pipeline.lifecycle.starts import compare_starts, read_starts, record_start, run_id
+from pipeline.lifecycle.starts import compare_starts, read_starts, record_start
 from pipeline.loop import Loop
 from pipeline.monitoring.journal import END, START
 from pipeline.paths import ExperimentPaths, data_home
@@ -47,31 +46,29 @@ from pipeline.tracking.factory import check_installed, create_trackers, publish_
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.startup_summary import WARNING_MARK, change_lines, first_block, last_block, next_line, step_lines
 
-_SECONDS_BETWEEN_SIGNS_OF_LIFE = 20
+_SECONDS_BETWEEN_KEEP_ALIVES = 20
 Watch = Callable[[TrainingSession], None]
-
-
-def _nobody(session: TrainingSession) -> None:
-    """Watch nothing."""
 
 
 def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, watch: Watch | None = None) -> Progress:
     """Run an experiment as far as it goes and return where it stands; ``watch`` may put an observer into its stages."""
+    disk = disk or Disk()
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
-    found = processes.on_rank_zero(lambda: inspect_results(paths))
+    situation = processes.on_rank_zero(inspect_results, paths)
     if was_started_before(paths, processes):
         # The processes before this restart have done what was asked; this one continues.
         arguments = replace(arguments, mode=AUTO)
-    if found.is_finished and arguments.mode != RESET:
-        processes.on_rank_zero(lambda: _settle(paths, disk or Disk()))
-        return Progress(found.progress.stage, found.progress.epoch) if found.progress else Progress()
-    action = processes.on_rank_zero(lambda: choose_action(arguments, paths, found))
-    return _Run(arguments, paths, processes, disk or Disk(), watch or _nobody).execute(action)
+    if situation.is_finished and arguments.mode != RESET:
+        processes.on_rank_zero(_settle, paths, disk)
+        return Progress(situation.progress.stage, situation.progress.epoch) if situation.progress else Progress()
+    action = processes.on_rank_zero(choose_action, arguments, paths, situation)
+    return _Run(arguments, paths, processes, disk, watch).execute(action)
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
-    finish_pending(paths, disk, PersistedParts.is_needed, lambda epoch: publish_rest(paths, epoch, run_id(paths)))
+    """Complete what a kill after the last commit has left undone, and say that the experiment is finished."""
+    finish_pending(paths, disk, PersistedParts.is_needed, partial(publish_rest, paths))
     for line in finished_lines(paths):
         LOGGER.info(line)
 
@@ -80,7 +77,7 @@ class _Run:
     """One start of an experiment, fresh or continued."""
 
     def __init__(
-        self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk, watch: Watch
+        self, arguments: Arguments, paths: ExperimentPaths, processes: Processes, disk: Disk, watch: Watch | None
     ) -> None:
         self._arguments = arguments
         self._paths = paths
@@ -94,68 +91,63 @@ class _Run:
         self._hardware_warning = ""
 
     def execute(self, action: str) -> Progress:
+        """Begin or continue, loop, and give the lock back however it ends."""
         try:
-            return self._execute(action)
+            if self._processes.world_size > 1:
+                check_shared(self._paths, self._processes, self._disk)
+            if action == RESUME:
+                session = self._continue()
+                progress = self._restore(session)
+            else:
+                session = self._begin(action)
+                progress = Progress()
+                self._count(session)
+            self._introduce(session, progress)
+            with reported(self._paths, session.journal, session.close):
+                return self._loop(session, progress)
         finally:
             self._lock.release()
 
-    def _execute(self, action: str) -> Progress:
-        if self._processes.world_size > 1:
-            check_shared(self._paths, self._processes, self._disk)
-        if action == RESUME:
-            session = self._continue()
-            progress, run_state = self._restore(session)
-        else:
-            session = self._begin(action)
-            progress = Progress()
-            run_state = {}
-            self._count(session)
-        self._introduce(session, progress)
-        with reported(self._paths, session.journal, session.close):
-            return self._loop(session, progress, run_state)
-
     def _begin(self, action: str) -> TrainingSession:
         """Check everything, and only then write: a refusal leaves the disk as it was."""
-        self._processes.on_rank_zero(lambda: check_settings_exist(self._paths))
-        sources = self._processes.on_all_ranks(lambda: digest_folder(self._paths.settings))
-        self._check_same_everywhere(sources)
         folder = self._paths.settings
-        contents = self._processes.on_all_ranks(lambda: read_checked_contents(folder, self._arguments.all_overrides))
+        self._processes.on_rank_zero(check_settings_exist, self._paths)
+        sources = self._processes.on_all_ranks(digest_folder, folder)
+        if any(other != sources for other in self._processes.gather(sources)):
+            what = "must be the same on every process, but differs between them: the data home must be shared"
+            raise InvalidExperiment([Problem(str(folder), what)]).shared()
+        contents = self._processes.on_all_ranks(read_checked_contents, folder, self._arguments.all_overrides)
         experiment = self._assemble(folder, contents)
-        self._processes.on_all_ranks(
-            lambda: load_initial_weights(experiment.components, self._paths, folder / "pymodules")
-        )
+        self._processes.on_all_ranks(load_initial_weights, experiment.components, self._paths, folder / "pymodules")
         session = build_session(self._paths, self._processes, experiment, self._store)
         session.ranks.compare("before the first step", is_start=True)
         session.engine.prepare()
-        written = read_contents(folder / "settings")
-        changed = {name: content for name, content in contents.items() if content != written[name]}
         fingerprints = fingerprint_everywhere(experiment, self._processes)
-        self._processes.on_rank_zero(lambda: self._open(action, sources, changed))
+        written = read_contents(folder / "settings")
+        overridden = {name: content for name, content in contents.items() if content != written[name]}
+        # From here on there is something on disk.
+        self._processes.on_rank_zero(self._open, action, sources, overridden)
         self._store.set_fingerprints(fingerprints)
+        # Code that is imported from now on, and tracebacks, come from the frozen copy.
         relocate(folder / "pymodules", self._paths.results / "pymodules")
         return session
 
-    def _check_same_everywhere(self, sources: dict[str, str]) -> None:
-        if any(other != sources for other in self._processes.gather(sources)):
-            where = str(self._paths.settings)
-            what = "must be the same on every process, but differs between them: the data home must be shared"
-            raise InvalidExperiment([Problem(where, what)]).shared()
-
-    def _open(self, action: str, sources: dict[str, str], changed: Contents) -> None:
+    def _open(self, action: str, sources: dict[str, str], overridden: Contents) -> None:
+        """Make the results folder, with the frozen copy in it."""
         check_writable(self._paths)
         if action == RESET:
             reset(self._paths, self._disk)
         open_fresh(self._paths, self._disk, self._lock)
-        copies = copy_folder(self._paths.settings, self._paths.results, sources, changed, self._disk)
+        copies = copy_folder(self._paths.settings, self._paths.results, sources, overridden, self._disk)
         self._store.set_digests(copies, sources)
 
     def _count(self, session: TrainingSession) -> None:
-        """Let rank zero count; the others hear from it often enough not to take it for dead."""
+        """Let rank zero count, which may take long."""
         if self._processes.is_rank_zero:
             heard = time.monotonic()
             for _ in count(session.experiment):
-                if time.monotonic() - heard > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+                # A broadcast now and then, so that the others do not take rank zero for dead.
+                if time.monotonic() - heard > _SECONDS_BETWEEN_KEEP_ALIVES:
                     heard = time.monotonic()
                     self._processes.broadcast(False)
         while not self._processes.broadcast(True):
@@ -164,27 +156,24 @@ class _Run:
     def _continue(self) -> TrainingSession:
         """Load the frozen copy, then take the lock and bring the directory into order."""
         self._processes.on_rank_zero(self._check_copy)
-        contents = self._processes.on_all_ranks(self._frozen_contents)
-        self._keep_threads(contents)
+        contents = self._processes.on_all_ranks(self._read_frozen_contents)
+        starts = self._processes.on_rank_zero(read_starts, self._paths)
+        threads = [start["threads"] for start in starts if type(start.get("threads")) is int]
+        if threads and parse_settings(contents).training.is_exact:
+            # Bits depend on the number of threads, whatever the environment says now.
+            torch.set_num_threads(threads[-1])
         experiment = self._assemble(self._paths.results, contents)
         session = build_session(self._paths, self._processes, experiment, self._store)
         fingerprints = fingerprint_everywhere(experiment, self._processes)
-        self._processes.on_rank_zero(lambda: self._recover(fingerprints))
+        self._processes.on_rank_zero(self._recover, fingerprints)
         return session
-
-    def _keep_threads(self, contents: Contents) -> None:
-        """Continue an exact run with the number of threads it had, because bits depend on it."""
-        starts = self._processes.on_rank_zero(lambda: read_starts(self._paths))
-        known = [start["threads"] for start in starts if type(start.get("threads")) is int]
-        if known and parse_settings(contents).training.is_exact:
-            torch.set_num_threads(known[-1])
 
     def _check_copy(self) -> None:
         manifest = read_current_manifest(self._paths)
         if manifest:
             refuse_edited_copy(self._paths.results, manifest.copies, is_accepted=self._arguments.accept_edited_copy)
 
-    def _frozen_contents(self) -> Contents:
+    def _read_frozen_contents(self) -> Contents:
         contents = read_contents(self._paths.results / "settings")
         differing = differing_overrides(contents, self._arguments.all_overrides)
         if differing:
@@ -196,11 +185,13 @@ class _Run:
         return contents
 
     def _recover(self, fingerprints: Fingerprints) -> None:
+        """Take the lock, and make the newest intact commit the current one."""
         self._lock.acquire()
-        found = inspect_results(self._paths)
-        if not found.exists:
+        # Asked again: another run may have ended or reset the experiment before the lock was ours.
+        situation = inspect_results(self._paths)
+        if not situation.exists:
             raise StateConflict(f"Experiment {self._paths.name!r} was just reset by another run.")
-        if found.is_finished:
+        if situation.is_finished:
             raise StateConflict(f"Experiment {self._paths.name!r} was just finished by another run.")
         self._store.recover(PersistedParts.is_needed)
         refuse_changed_datasets(self._paths, self._store.current.fingerprints, fingerprints)
@@ -215,66 +206,64 @@ class _Run:
                 ", ".join(edited),
             )
 
-    def _restore(self, session: TrainingSession) -> tuple[Progress, dict[str, Any]]:
-        """Bring every part back to what was committed; return where the run continues and what its loop knew."""
-        commit = self._processes.on_rank_zero(lambda: self._commit_to_read(PersistedParts.is_needed))
+    def _restore(self, session: TrainingSession) -> Progress:
+        """Bring every part back to what was committed; return where the run continues."""
+        commit = self._processes.on_rank_zero(self._commit_to_read, PersistedParts.is_needed)
         progress = commit.manifest.progress
-        run_state = commit.manifest.run_state
         with committed_files(self._paths, self._processes, commit) as files:
-            self._processes.on_all_ranks(lambda: self._load(session, files, progress))
-        session.parts.load_run_values(run_state)
+            self._processes.on_all_ranks(self._load, session, files, progress)
+        session.parts.load_run_values(commit.manifest.run_state)
         session.ranks.compare("after the last commit was restored", saves=True)
         session.engine.prepare()
-        return progress, run_state
+        return progress
 
     def _commit_to_read(self, is_needed: Callable[[str], bool]) -> CommitToRead:
         return CommitToRead(self._store.current, self._store.files_to_restore(is_needed), self._lock.claim.folder)
 
     def _load(self, session: TrainingSession, files: CommittedFiles, progress: Progress) -> None:
         try:
-            session.parts.restore(files.read_state, files.folder, progress)
+            session.parts.restore(files, progress)
         except UnreadableFile as error:
             # Copies are gone when the message is read; the names in data/ stay.
             named = str(error).replace(str(files.folder), str(self._paths.data))
             raise DamagedResults(f"{named}\n  fix: restore it from a backup, or start again with --reset.") from error
 
-    def _restore_counters(self, session: TrainingSession) -> None:
-        """Let every rank load the committed counts, rank zero too, so that a run sees what a resumed one would see."""
-        commit = self._processes.on_rank_zero(lambda: self._commit_to_read(is_counted))
-        with committed_files(self._paths, self._processes, commit) as files:
-            restore_counters(session.experiment.components, files.folder)
-
     def _assemble(self, folder: Path, contents: Contents) -> Experiment:
         settings = parse_settings(contents)
-        if settings.training.uses_deterministic_kernels(self._processes.device.type):
+        device = self._processes.device
+        # Before any module is built: kernels and threads decide about the bits of initial weights, too.
+        if settings.training.uses_deterministic_kernels(device.type):
             set_deterministic()
         if settings.training.threads:
             torch.set_num_threads(settings.training.threads)
         self._hardware_warning = compare_hardware(self._processes, is_exact=settings.training.is_exact)
         torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly)
-        self._processes.on_all_ranks(lambda: check_installed(settings.logging, folder / "settings" / "logging.json"))
+        self._processes.on_all_ranks(check_installed, settings.logging, folder / "settings" / "logging.json")
         mesh = mesh_of(self._processes, settings.training)
-        device = self._processes.device
-        world_size = self._processes.world_size
-        return self._processes.on_all_ranks(lambda: assemble(folder / "pymodules", settings, device, mesh, world_size))
+        pymodules = folder / "pymodules"
+        return self._processes.on_all_ranks(assemble, pymodules, settings, device, mesh, self._processes.world_size)
 
     def _introduce(self, session: TrainingSession, progress: Progress) -> None:
-        """Open the log, write down this start and say what is about to happen."""
+        """Open the log, record this start and log what is about to happen."""
         start = describe_start(self._processes, progress)
-        earlier = self._processes.on_rank_zero(lambda: read_starts(self._paths))
+        earlier = self._processes.on_rank_zero(read_starts, self._paths)
         session.journal.start = len(earlier) + 1
         if not self._processes.is_rank_zero:
             return
-        self._make_error_folder()
+        try:
+            # torchrun may put error files there; a run does not need the folder.
+            self._paths.error_files.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            LOGGER.warning("%s cannot be made: %s. Training continues.", self._paths.error_files, error.strerror)
         start_file(self._paths.name, self._paths.log_file)
         record_start(self._paths, start, self._disk, self._lock.claim.folder)
         session.journal.note(START, at=progress.as_json())
-        found = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "new run"
+        state = f"continues at {progress}, commit {self._store.current.generation}" if earlier else "new run"
         plan = session.training.plan
         is_exact = session.experiment.settings.training.is_exact
         conditions = compare_starts([*earlier, start], is_exact=is_exact)
         lines = [
-            *first_block(self._paths, self._processes, session.experiment, found, conditions.doubt),
+            *first_block(self._paths, self._processes, session.experiment, state, conditions.doubt),
             *step_lines(len(plan), plan.max_batches, session.experiment, self._processes),
             *change_lines(conditions.changed, conditions.harmless, conditions.doubt, progress),
         ]
@@ -283,53 +272,54 @@ class _Run:
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
 
-    def _make_error_folder(self) -> None:
-        """Make the folder in which torchrun may put error files; a run does not need it."""
-        try:
-            self._paths.error_files.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            LOGGER.warning("%s cannot be made: %s. Training continues.", self._paths.error_files, error.strerror)
-
-    def _loop(self, session: TrainingSession, progress: Progress, run_state: dict[str, Any]) -> Progress:
-        publisher = self._publisher(session, progress)
-        loop = Loop(session, publisher, run_state)
+    def _loop(self, session: TrainingSession, progress: Progress) -> Progress:
+        """Train until the end or a stop, and conclude on rank zero."""
+        experiment = session.experiment
+        publisher = self._new_publisher(session, progress)
+        loop = Loop(session, publisher)
         session.stop_requests.listen()
         if progress == Progress():
             progress = progress.next()
-            session.experiment.initialize_schedulers()
+            experiment.initialize_schedulers()
             loop.commit_prepared(progress)
             session.commits.wait()
-            self._restore_counters(session)
-        session.create_module_transforms()
-        self._watch(session)
+            # Every rank loads the committed counts, rank zero too: a run must see what a resumed one would see.
+            commit = self._processes.on_rank_zero(self._commit_to_read, is_counted)
+            with committed_files(self._paths, self._processes, commit) as files:
+                restore_counters(experiment.components, files.folder)
+        experiment.create_module_transforms()
+        if self._watch is not None:
+            self._watch(session)
         progress = loop.run(progress, self._arguments.stop_after_epoch)
         session.commits.wait()
         if self._processes.is_rank_zero:
             self._conclude(session, loop, progress)
         publisher.close()
+        # torchrun ends all ranks when one leaves: none may leave before rank zero has written everything.
         self._processes.barrier()
         return progress
 
-    def _publisher(self, session: TrainingSession, progress: Progress) -> Publisher:
+    def _new_publisher(self, session: TrainingSession, progress: Progress) -> Publisher:
         publisher = Publisher(session.records, len(session.training.plan), self._paths)
         epoch = Loop.recorded_epoch(progress)
         experiment = session.experiment
         # An observed run must not appear in trackers.
-        if self._processes.is_rank_zero and self._watch is _nobody:
+        if self._processes.is_rank_zero and self._watch is None:
             trackers = create_trackers(experiment.settings.logging, experiment.components.trackers)
-            publisher.begin(trackers, tracked_run(self._paths, experiment.settings, run_id(self._paths)), epoch)
+            publisher.begin(trackers, tracked_run(self._paths, experiment.settings), epoch)
         if progress != Progress():
             publisher.resume(epoch)
         return publisher
 
     def _conclude(self, session: TrainingSession, loop: Loop, progress: Progress) -> None:
+        """Write down how the run ended, leave its page, and log the last block."""
         outcome = "finished" if progress.is_finished else "stopped"
-        loop.report(progress, state=outcome)
+        loop.write_status(progress, state=outcome)
         asked_by = session.stop_requests.reason or "asked by another process"
         reason = "" if progress.is_finished else f" at {progress} ({asked_by})"
         session.journal.note(END, outcome=outcome, at=progress.as_json(), reason=session.stop_requests.reason)
         seconds = time.monotonic() - self._started
         report = leave_report(self._paths)
-        for line in last_block(self._paths, f"{outcome}{reason}", seconds, loop.best, report):
+        for line in last_block(self._paths, f"{outcome}{reason}", seconds, session.best, report):
             LOGGER.info(line)
         LOGGER.info(next_line(self._paths, progress))

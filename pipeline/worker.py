@@ -10,13 +10,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from pipeline.arguments import Arguments, command_line, has_launcher, is_rank_zero, verb_line
+from pipeline.arguments import Arguments, is_rank_zero
+from pipeline.command_lines import has_launcher, run_line, verb_line
 from pipeline.distributed.peer_monitor import Loss
 from pipeline.distributed.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
 from pipeline.errors import PipelineError
@@ -37,24 +39,23 @@ _SILENT_PEER = (
     "or the network has failed."
 )
 _LOST_MACHINE = "Machine {} has not answered for {} seconds: it, or the network to it, has failed. This side ends."
-_CONTINUE = " The last commit is intact; continue with --auto."
 # Keys of the store: the first rank to set one reports for all.
 _TO_FAIL = "to fail"
 _TO_MISS_ANOTHER = "to miss another"
-_SECONDS_TO_LET_THE_CAUSE_BE_SEEN = 2
-_SECONDS_TO_WRITE_DOWN = 5
+_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST = 2
+_SECONDS_TO_WRITE_LAST_MESSAGE = 5
 _SEE_ABOVE = "see the error message above torchrun's own traceback"
 _OUT_OF_MEMORY = (
     "out of memory; fix: lower batch_size in pymodules/dataloaders/*.py (a step keeps its items, which step_min_items",
     "in settings/data_loading.json decides), or set precision to bf16 in settings/training.json. Both are frozen since",
-    "the start: start again with --reset, or make a variant with",
+    "the start: start again with",
 )
 
 
 def run_worker(arguments: Arguments, watch: Watch | None = None) -> int:
     """Join the other processes, run, and return the exit code."""
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
-    return run_in_group(lambda processes: run(arguments, processes, watch=watch), paths, arguments.device)
+    return run_in_group(partial(run, arguments, watch=watch), paths, arguments.device)
 
 
 def run_in_group(
@@ -66,7 +67,9 @@ def run_in_group(
     processes = Processes(rank=0 if is_rank_zero() else 1)
     try:
         processes = Processes.join(wanted_device)
-        monitor = processes.watch_peers(lambda loss: _leave_alone(loss, processes, paths))
+        # Built now: when a machine is lost, folders that it serves may not answer any more.
+        to_continue = _how_to_continue(paths)
+        monitor = processes.watch_peers(partial(_exit_without_peer, processes, paths, to_continue))
         act(processes)
         monitor.say_farewell()
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -84,29 +87,30 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave_alone(loss: Loss, processes: Processes, paths: ExperimentPaths | None) -> NoReturn:
+def _exit_without_peer(processes: Processes, paths: ExperimentPaths | None, to_continue: str, loss: Loss) -> NoReturn:
     """End while the run waits for a peer that will not answer; what it is writing is as after a kill."""
     if loss.silent_seconds is None:
-        what = _LOST_PEER
+        message = _LOST_PEER
         speaks = processes.is_first(_TO_MISS_ANOTHER)
     else:
-        what = _LOST_MACHINE.format(loss.host, loss.silent_seconds)
+        # The store may be on the lost machine, so ranks cannot agree on one that speaks.
+        message = _LOST_MACHINE.format(loss.host, loss.silent_seconds)
         speaks = True
-    failure = PipelineError(what + (_CONTINUE if paths else ""))
+    failure = PipelineError(message + to_continue)
     if speaks:
         print(f"\n{failure}", file=sys.stderr, flush=True)
-    # The files may be on a machine that is out of reach as well.
-    writing = Thread(target=_write_down, args=(failure, processes, paths), daemon=True)
+    # In a thread, because the files may be on a machine that is out of reach as well.
+    writing = Thread(target=_write_last_message, args=(failure, processes, paths), daemon=True)
     writing.start()
-    writing.join(_SECONDS_TO_WRITE_DOWN)
+    writing.join(_SECONDS_TO_WRITE_LAST_MESSAGE)
     if has_launcher() and not may_start_again():
         end_launcher_later()
     exit_now(1)
 
 
-def _write_down(failure: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
+def _write_last_message(failure: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
     """Leave a last message in the log, in the journal and where torchrun looks for it."""
-    _record_told(failure)
+    _record_for_torchrun(failure)
     log_file_only(str(failure))
     if paths is not None and read_current_manifest(paths):
         journal = Journal(paths.journal_file, processes.rank)
@@ -114,94 +118,99 @@ def _write_down(failure: PipelineError, processes: Processes, paths: ExperimentP
         journal.note(END, outcome="failed", error=str(failure))
 
 
+def _how_to_continue(paths: ExperimentPaths | None) -> str:
+    """Return the end of a message about a run that was interrupted; other verbs have nothing to continue."""
+    if paths is None:
+        return ""
+    return f" The last commit is intact.\n  to continue: {run_line(paths.name, paths.home, '--auto')}"
+
+
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
     """Report what happened, once over all processes, and return the exit code."""
     if isinstance(error, PipelineError):
-        return _conclude_told(error, processes, paths)
+        _report_refusal(error, processes, paths)
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        print(_INTERRUPTED + (_CONTINUE if paths else ""), file=sys.stderr, flush=True)
-        return 1
-    if is_lost_peer(error):
+        print(_INTERRUPTED + _how_to_continue(paths), file=sys.stderr, flush=True)
+    elif is_lost_peer(error):
         if processes.is_first(_TO_MISS_ANOTHER):
-            LOGGER.warning(_lost_peer(error) + (_CONTINUE if paths else ""))
+            minutes = longest_wait().total_seconds() / 60
+            message = _SILENT_PEER.format(minutes, TIMEOUT_VARIABLE) if is_silent_peer(error) else _LOST_PEER
+            LOGGER.warning(message + _how_to_continue(paths))
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
-        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
-        log_file_only(_whole(error))
-        return 1
-    _tell_crash(error, processes, paths)
+        time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
+        log_file_only(_format_traceback(error))
+    else:
+        _report_crash(error, processes, paths)
     return 1
 
 
-def _lost_peer(error: BaseException) -> str:
-    if not is_silent_peer(error):
-        return _LOST_PEER
-    return _SILENT_PEER.format(longest_wait().total_seconds() / 60, TIMEOUT_VARIABLE)
-
-
-def _conclude_told(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> int:
-    """Say what a message for the user says, without a stack trace; the log file has that as well."""
+def _report_refusal(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
+    """Print a message for the user without a stack trace, which goes into the log file."""
     speaks = processes.is_rank_zero if error.is_shared else processes.is_first(_TO_FAIL)
     if speaks:
         print(f"\n{error}", file=sys.stderr, flush=True)
-        _log_trace(error, processes, None if error.is_shared else paths)
-    _record_told(error)
+        _log_traceback(error, processes, None if error.is_shared else paths)
+    _record_for_torchrun(error)
     # torchrun ends the others as soon as one fails, so the message must be out before.
     if error.is_shared and processes.has_joined:
         processes.barrier()
     elif not speaks:
-        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
-    return error.exit_code
+        time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
 
 
-def _tell_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
-    _log_trace(error, processes, paths)
+def _report_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+    """Print the traceback of the first rank that failed, with what can be done about it."""
+    _log_traceback(error, processes, paths)
     if processes.is_first(_TO_FAIL):
-        _print_crash(error, processes, paths)
+        # Of an author's mistake only the author's own frames: those of the pipeline say nothing about it.
+        text = author_frames(error) or _format_traceback(error)
+        print(f"\nrank {processes.rank} failed:\n{text}", file=sys.stderr)
+        for line in _remedies(error, paths) if paths else ():
+            print(f"  {line}", file=sys.stderr)
+        sys.stderr.flush()
     else:
-        time.sleep(_SECONDS_TO_LET_THE_CAUSE_BE_SEEN)
+        time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
     get_error_handler().record_exception(error)
 
 
-def _print_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
-    print(f"\nrank {processes.rank} failed:\n{author_frames(error) or _whole(error)}", file=sys.stderr)
-    for line in _ways_on(error, paths) if paths else ():
-        print(f"  {line}", file=sys.stderr)
-    sys.stderr.flush()
-
-
-def _ways_on(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
+def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     """Yield what someone can do about a crash."""
     if is_out_of_memory(error):
         yield from _OUT_OF_MEMORY
+        yield f"  {run_line(paths.name, paths.home, '--reset')}"
+        yield "or make a variant with"
         yield f"  {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
     elif not read_current_manifest(paths):
         yield "fix: repair it and start again; nothing was committed yet."
     elif author_frames(error):
         yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
-        yield f"  {command_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
-        yield f"or repair it in {paths.settings / 'pymodules'} and start again with --reset."
+        yield f"  {run_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
+        yield f"or repair it in {paths.settings / 'pymodules'} and start again with"
+        yield f"  {run_line(paths.name, paths.home, '--reset')}"
     else:
-        yield f"to continue: {command_line(paths.name, paths.home, '--resume')}"
+        yield f"to continue: {run_line(paths.name, paths.home, '--resume')}"
     if paths.log_file.exists():
         yield f"the whole traceback: {paths.log_file}"
 
 
-def _log_trace(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
+def _log_traceback(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
     """Write a whole traceback into the log file; a process other than rank zero has to open it first."""
     if paths is not None and paths.logs.is_dir() and not processes.is_rank_zero:
         start_file(paths.name, paths.log_file)
-    log_file_only(f"rank {processes.rank} failed:\n{_whole(error)}")
+    log_file_only(f"rank {processes.rank} failed:\n{_format_traceback(error)}")
 
 
-def _whole(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
-def _record_told(error: PipelineError) -> None:
-    """Leave the message where torchrun looks for it, so that its table points to what was said above it."""
+def _record_for_torchrun(error: PipelineError) -> None:
+    """Leave the message where torchrun looks for it, so that its table points to the message above it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         more = {"py_callstack": _SEE_ABOVE, "timestamp": str(int(time.time()))}
         message = {"message": str(error), "errorCode": error.exit_code, "extraInfo": more}
+        # The run has failed already; a full disk must not hide why.
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))

@@ -45,7 +45,11 @@ class CommittedFiles:
         self._processes = processes
         self.folder = folder
 
-    def read_state(self, path: str, target: Target) -> Any:
+    def has(self, path: str) -> bool:
+        """Return whether the commit has the state of a module or an optimizer."""
+        return any(name == path or name.startswith(f"{path}/") for name in self._commit.files)
+
+    def read_state(self, path: str, target: Target) -> dict[str, Any]:
         """Return what a module or an optimizer was; of shards, ``target`` says where those of this rank go."""
         prefix = path + "/"
         files: ModuleFiles = {
@@ -58,7 +62,8 @@ class CommittedFiles:
         stored = self._paths.generations / next(iter(files.values())).object
         try:
             with _naming_host(self._processes):
-                return self._held.state(files, target)
+                state: dict[str, Any] = self._held.state(files, target)
+                return state
         except UnreadableFile as error:
             # A pool may share its bytes with another one; the name that the user knows is the one in data/.
             shown = str(stored if "" in files else stored.parent)
@@ -74,8 +79,10 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
     held = HeldFiles(paths, commit.manifest, commit.files.values(), lazily=True)
     folder = commit.scratch / f"restored_{processes.rank}"
     try:
-        _verify_shards(commit, held, processes)
-        processes.on_all_ranks(lambda: _copy_small_files(commit, held, folder, processes))
+        shards = [commit.files[path] for path in sorted(commit.files) if _is_shard(path)]
+        processes.on_all_ranks(_verify, held, shards[processes.rank :: processes.world_size], processes)
+        held.trust(shards)
+        processes.on_all_ranks(_copy_small_files, commit, held, folder, processes)
         yield CommittedFiles(paths, commit, held, folder, processes)
     finally:
         held.close()
@@ -83,15 +90,10 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _verify_shards(commit: CommitToRead, held: HeldFiles, processes: Processes) -> None:
-    shards = [commit.files[path] for path in sorted(commit.files) if _is_shard(path)]
-
-    def verify_share() -> None:
-        with _naming_host(processes):
-            held.verify(shards[processes.rank :: processes.world_size])
-
-    processes.on_all_ranks(verify_share)
-    held.trust(shards)
+def _verify(held: HeldFiles, entries: list[Entry], processes: Processes) -> None:
+    # Inside the action of each rank, so that the message names the machine that read other bytes.
+    with _naming_host(processes):
+        held.verify(entries)
 
 
 def _is_shard(path: str) -> bool:

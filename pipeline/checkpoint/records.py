@@ -7,8 +7,9 @@ import io
 import math
 from array import array
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from pipeline.serialization.npz_files import columns_of
 from pipeline.system.disk import Writer
 
 SPLITS = ("train", "val")
+# Columns of steps are arrays of machine numbers: an epoch may have millions of steps.
+_Column: TypeAlias = "array[float] | array[int]"
 _EPOCH_FIELDS = ("epochs", "epoch_means", "epoch_totals", "epoch_items")
 
 
@@ -28,7 +31,8 @@ class Records:
     def __init__(self, registers: Iterable[LossRegister], rates: Mapping[str, Mapping[str, float]]) -> None:
         registers = tuple(registers)
         self.losses: Losses = {
-            split: {one.name: LossRecord(one.optimize, one.direction) for one in registers} for split in SPLITS
+            split: {register.name: LossRecord(register.optimize, register.direction) for register in registers}
+            for split in SPLITS
         }
         self.skipped = array("b")
         self.rates: dict[str, dict[str, array[float]]] = {
@@ -41,8 +45,9 @@ class Records:
         """Return the records of finished epochs and the steps of ``epoch`` from the results alone."""
         rates: dict[str, dict[str, float]] = {}
         for path in sorted(data.glob(f"{LR_DATA}/*/step_data_{epoch}.npz")):
-            with columns_of(path) as found:
-                rates[path.parent.name] = {name.removeprefix("lr_"): 0.0 for name in found if name.startswith("lr_")}
+            with columns_of(path) as columns:
+                groups = [name.removeprefix("lr_") for name in columns if name.startswith("lr_")]
+            rates[path.parent.name] = dict.fromkeys(groups, 0.0)
         records = cls(registers, rates)
         records.load_epochs(data)
         return records.of_epoch(data, epoch) if epoch else records
@@ -61,6 +66,7 @@ class Records:
 
     def add_step_losses(self, totals: np.ndarray, items: Iterable[int]) -> None:
         """Record one step: a total and a number of items per register, in the settings' order."""
+        # Rates and skips of a step are recorded at once, its losses when they have come from the device.
         is_skipped = bool(self.skipped[self.num_steps])
         for record, total, count in zip(self.losses["train"].values(), totals.tolist(), items, strict=True):
             record.add_step(math.nan if is_skipped else total, count)
@@ -89,15 +95,16 @@ class Records:
         for column in self._columns().values():
             del column[:]
 
-    def _columns(self) -> dict[str, Any]:
+    def _columns(self) -> dict[str, _Column]:
         """Every per-step column but the losses, by the name it has in a segment file."""
-        columns: dict[str, Any] = {"skipped": self.skipped}
+        columns: dict[str, _Column] = {"skipped": self.skipped}
         for optimizer, groups in self.rates.items():
             columns[f"grad_norm/{optimizer}"] = self.grad_norms[optimizer]
             columns |= {f"lr/{optimizer}/{group}": values for group, values in groups.items()}
         return columns
 
-    def _loss_columns(self) -> dict[str, Any]:
+    def _loss_columns(self) -> dict[str, _Column]:
+        """The per-step columns of the losses; a skipped step has NaN, and its items."""
         return {
             f"{field}/{register}": getattr(record, f"step_{field}")
             for register, record in self.losses["train"].items()
@@ -112,9 +119,9 @@ class Records:
     def load_segment(self, path: Path) -> None:
         """Append what ``segment`` wrote."""
         columns = {**self._columns(), **self._loss_columns()}
-        with columns_of(path) as found:
+        with columns_of(path) as stored:
             for name, values in columns.items():
-                values.extend(found[name].tolist())
+                values.extend(stored[name].tolist())
 
     def step_files(self, epoch: int) -> dict[str, Writer]:
         """Return the files that hold the finished epoch's steps, by path below data/."""
@@ -143,16 +150,17 @@ class Records:
     def load_step_files(self, data: Path, epoch: int) -> None:
         """Restore what ``step_files`` wrote: the latest finished epoch stays visible until the next begins."""
         for register, record in self.losses["train"].items():
-            with columns_of(data / f"{LOSS_REG_DATA}/train/{register}/step_data_{epoch}.npz") as found:
+            with columns_of(data / f"{LOSS_REG_DATA}/train/{register}/step_data_{epoch}.npz") as stored:
                 for name in ("means", "totals", "items"):
-                    getattr(record, f"step_{name}").extend(found[name].tolist())
-                skipped = found["skipped"].tolist()
+                    getattr(record, f"step_{name}").extend(stored[name].tolist())
+                skipped = stored["skipped"].tolist()
+        # Every register's file has the same column.
         self.skipped.extend(skipped)
         for optimizer, groups in self.rates.items():
-            with columns_of(data / f"{LR_DATA}/{optimizer}/step_data_{epoch}.npz") as found:
-                self.grad_norms[optimizer].extend(found["grad_norms"].tolist())
+            with columns_of(data / f"{LR_DATA}/{optimizer}/step_data_{epoch}.npz") as stored:
+                self.grad_norms[optimizer].extend(stored["grad_norms"].tolist())
                 for group, values in groups.items():
-                    values.extend(found[f"lr_{group}"].tolist())
+                    values.extend(stored[f"lr_{group}"].tolist())
 
     def epoch_files(self, split: str) -> dict[str, Writer]:
         """Return the files that hold one entry per finished epoch, by path below data/."""
@@ -167,18 +175,19 @@ class Records:
         """Restore what ``epoch_files`` wrote, for both splits."""
         for split in SPLITS:
             for register, record in self.losses[split].items():
-                with columns_of(data / f"{LOSS_REG_DATA}/{split}/{register}/epoch_data.npz") as found:
+                with columns_of(data / f"{LOSS_REG_DATA}/{split}/{register}/epoch_data.npz") as stored:
                     for name in _EPOCH_FIELDS:
-                        setattr(record, name, found[name.removeprefix("epoch_")].tolist())
+                        setattr(record, name, stored[name.removeprefix("epoch_")].tolist())
 
 
 def npz_writer(arrays: Mapping[str, np.ndarray]) -> Writer:
     """Return a writer of named arrays as they are now; the same arrays give the same bytes."""
-    taken = {name: np.array(values) for name, values in arrays.items()}
+    # Copies: a commit in the background writes them while the next steps are recorded.
+    return partial(_write_npz, {name: np.array(values) for name, values in arrays.items()})
 
-    def write(file: BinaryIO) -> None:
-        buffer = io.BytesIO()
-        np.savez(buffer, **taken)  # type: ignore[arg-type]
-        file.write(buffer.getvalue())
 
-    return write
+def _write_npz(arrays: Mapping[str, np.ndarray], file: BinaryIO) -> None:
+    # Through memory: numpy would seek in a file, which a writer of the store need not allow.
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    file.write(buffer.getvalue())

@@ -7,19 +7,16 @@ import csv
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from pipeline.experiment.settings.settings import read_contents
 from pipeline.lifecycle.frozen_copy import digest_folder
-from pipeline.lifecycle.mode import check_results_exist
-from pipeline.monitoring.curves import History
-from pipeline.monitoring.experiment_state import state_of
+from pipeline.monitoring.experiment_state import ExperimentState, read_existing_state, read_liveness
 from pipeline.paths import ExperimentPaths, data_home, results_names
-from pipeline.store.store import read_current_manifest
 from pipeline.system.formatting import as_json, flat, shown_value, table
 
 EXAMPLE = "example:\n  python -m pipeline compare digits variant --csv > both.csv"
-Facts = dict[str, Any]
+# The values of one experiment by their names, as JSON has them.
+Facts = dict[str, object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,57 +28,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     home = data_home(arguments.data_home)
-    everything = [ExperimentPaths(home, name) for name in arguments.experiments or results_names(home)]
-    for paths in everything:
-        check_results_exist(paths)
-    facts = {paths.name: {**_values(paths), **_described(paths)} for paths in everything}
-    differing = _differing(facts)
+    names = dict.fromkeys(arguments.experiments or results_names(home))
+    experiments = [read_existing_state(ExperimentPaths(home, name)) for name in names]
+    facts = {experiment.paths.name: _collect_facts(experiment) for experiment in experiments}
+    # All values are shown, and of settings and files those that differ.
+    known = dict.fromkeys(name for own in facts.values() for name in own)
+    shown = [name for name in known if _is_value(name) or len({repr(own.get(name)) for own in facts.values()}) > 1]
     if arguments.json:
-        print(json.dumps({name: {key: one.get(key) for key in differing} for name, one in facts.items()}, indent=1))
+        print(json.dumps({name: {key: own.get(key) for key in shown} for name, own in facts.items()}, indent=1))
     elif arguments.csv:
-        _write_csv(facts, differing)
+        writer = csv.writer(sys.stdout)
+        writer.writerow(["experiment", *shown])
+        for name, own in facts.items():
+            writer.writerow([name, *("" if own.get(key) is None else own[key] for key in shown)])
     else:
-        print("\n".join(_lines(facts, differing)))
+        print("\n".join(_format_tables(facts, shown)))
     return 0
 
 
-def _values(paths: ExperimentPaths) -> Facts:
-    """Return where an experiment stands, and each register at its best epoch and at the last one."""
-    manifest = read_current_manifest(paths)
-    best = (manifest.run_state.get("best") if manifest else None) or {"epoch": None, "values": {}}
-    facts: Facts = {"state": state_of(paths), "best epoch": best["epoch"]}
-    for register, curve in History(paths).epochs("val").items():
-        facts["last epoch"] = max([*curve.epochs[-1:], facts.get("last epoch") or 0])
-        facts[f"best {register}"] = best["values"].get(register)
+def _collect_facts(experiment: ExperimentState) -> Facts:
+    """Return the state, each register at its best and its last epoch, every setting, and digests of pymodules."""
+    best = experiment.best
+    facts: Facts = {"state": read_liveness(experiment.paths, experiment).state}
+    facts["best epoch"] = best.epoch if best else None
+    last_epoch: float = 0
+    for register, curve in experiment.history().epochs("val").items():
+        last_epoch = max([*curve.epochs[-1:], last_epoch])
+        facts["last epoch"] = last_epoch
+        facts[f"best {register}"] = best.values.get(register) if best else None
         facts[f"last {register}"] = as_json(curve.values[-1]) if curve.values else None
-    return facts
-
-
-def _described(paths: ExperimentPaths) -> Facts:
-    """Return every setting by its name for --set, and every pymodule by its digest."""
-    facts = dict(flat(read_contents(paths.results / "settings")))
-    digests = digest_folder(paths.results)
+    results = experiment.paths.results
+    # Settings have the names that --set knows them by.
+    facts |= flat(read_contents(results / "settings"))
+    digests = digest_folder(results)
     return facts | {name: digest[:8] for name, digest in digests.items() if name.startswith("pymodules/")}
-
-
-def _differing(facts: dict[str, Facts]) -> list[str]:
-    """Return the rows worth showing: all values, and the settings and files that are not alike."""
-    names = list(dict.fromkeys(name for one in facts.values() for name in one))
-    return [name for name in names if _is_value(name) or len({repr(one.get(name)) for one in facts.values()}) > 1]
 
 
 def _is_value(name: str) -> bool:
     return name == "state" or name.startswith(("best ", "last "))
 
 
-def _lines(facts: dict[str, Facts], differing: list[str]) -> Iterator[str]:
+def _format_tables(facts: dict[str, Facts], shown: list[str]) -> Iterator[str]:
     if not facts:
         yield "no results to compare"
         return
-    header = ("", *facts)
-    values = [(name, *(_cell(one.get(name)) for one in facts.values())) for name in differing if _is_value(name)]
-    yield from table([header, *values])
-    others = [(name, *(_cell(one.get(name)) for one in facts.values())) for name in differing if not _is_value(name)]
+    rows = {name: (name, *(_format_cell(own.get(name)) for own in facts.values())) for name in shown}
+    yield from table([("", *facts), *(row for name, row in rows.items() if _is_value(name))])
+    others = [row for name, row in rows.items() if not _is_value(name)]
     if others:
         yield ""
         yield from table([("differs", *facts), *others])
@@ -90,14 +83,9 @@ def _lines(facts: dict[str, Facts], differing: list[str]) -> Iterator[str]:
         yield "settings and pymodules are alike"
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: object) -> str:
     if value is None:
         return "-"
-    return shown_value(value) if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-
-
-def _write_csv(facts: dict[str, Facts], differing: list[str]) -> None:
-    writer = csv.writer(sys.stdout)
-    writer.writerow(["experiment", *differing])
-    for name, one in facts.items():
-        writer.writerow([name, *(one.get(key, "") if one.get(key) is not None else "" for key in differing)])
+    if isinstance(value, float):
+        return shown_value(value)
+    return value if isinstance(value, str) else json.dumps(value)

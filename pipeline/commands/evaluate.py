@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from pipeline.arguments import DEVICE_HELP, has_launcher
+from pipeline.arguments import DEVICE_HELP
+from pipeline.command_lines import has_launcher
 from pipeline.distributed.processes import Processes
 from pipeline.errors import UsageError
 from pipeline.evaluation.evaluate import SPLITS, Request, evaluate
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write values and predictions: .json, .npz or .pt")
     parser.add_argument("--no-predictions", action="store_true", help="leave predictions out of the file")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--shard", type=_shard, metavar="I/N", help="evaluate one of N shards, counted from 0")
+    parser.add_argument("--shard", type=_parse_shard, metavar="I/N", help="evaluate one of N shards, counted from 0")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="put the files of all shards together")
     parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     parser.add_argument("--json", action="store_true", help="print the values as JSON")
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _shard(word: str) -> tuple[int, int]:
+def _parse_shard(word: str) -> tuple[int, int]:
     index, _, count = word.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"must be I/N with I from 0 to N - 1, but is {word!r} instead")
@@ -55,35 +57,44 @@ def _shard(word: str) -> tuple[int, int]:
 def execute(arguments: argparse.Namespace) -> int:
     if has_launcher():
         end_with_launcher()
-    code = run_in_group(lambda processes: _act(arguments, processes), wanted_device=arguments.device)
+    code = run_in_group(partial(_evaluate_or_merge, arguments), wanted_device=arguments.device)
     if has_launcher():
+        # Threads of the process group could turn an orderly exit into another code.
         exit_now(code)
     return code
 
 
-def _act(arguments: argparse.Namespace, processes: Processes) -> None:
-    processes.on_rank_zero(lambda: _check_command(arguments))
+def _evaluate_or_merge(arguments: argparse.Namespace, processes: Processes) -> None:
+    processes.on_rank_zero(_check_options, arguments)
     if arguments.merge:
-        processes.on_rank_zero(lambda: _conclude(merge([read_shard(file) for file in arguments.merge]), arguments))
+
+        def merge_shards() -> None:
+            _conclude(merge([read_shard(file) for file in arguments.merge]), arguments)
+
+        processes.on_rank_zero(merge_shards)
         return
-    paths = processes.on_all_ranks(lambda: ExperimentPaths(data_home(arguments.data_home), arguments.experiment))
+    # A name that is not safe is refused on all ranks alike.
+    paths = processes.on_all_ranks(ExperimentPaths, data_home(arguments.data_home), arguments.experiment)
     start_console(paths.name, is_rank_zero=processes.is_rank_zero, stream=sys.stderr)
-    outcome, predicted = evaluate(paths, processes, _request(arguments))
-    # Predictions may be large: rank zero alone puts them together.
-    processes.on_rank_zero(lambda: _conclude(replace(outcome, predictions=join_predictions(predicted)), arguments))
-
-
-def _request(arguments: argparse.Namespace) -> Request:
-    return Request(
+    request = Request(
         pool=arguments.pool,
         split=arguments.split,
         shard=arguments.shard or (0, 1),
+        # Predictions go into a file only.
         predicts=arguments.out is not None and not arguments.no_predictions,
         accepts_edited_copy=arguments.accept_edited_copy,
     )
+    outcome, predicted = evaluate(paths, processes, request)
+
+    def join_and_conclude() -> None:
+        _conclude(replace(outcome, predictions=join_predictions(predicted)), arguments)
+
+    # Predictions may be large: rank zero alone puts them together.
+    processes.on_rank_zero(join_and_conclude)
 
 
-def _check_command(arguments: argparse.Namespace) -> None:
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, and a file that could not be written, before any work."""
     if bool(arguments.merge) == bool(arguments.experiment):
         raise UsageError(
             "Say which experiment to evaluate, or which files to --merge.", EXAMPLE.splitlines()[1].strip()
@@ -97,7 +108,7 @@ def _check_command(arguments: argparse.Namespace) -> None:
 
 
 def _conclude(outcome: Outcome, arguments: argparse.Namespace) -> None:
-    """Write and print what was found; a shard has nothing to print but where it is."""
+    """Print the values and write the file; one shard alone has no values to print."""
     is_shard = arguments.shard is not None
     if arguments.json:
         shown = {**outcome.summary(), "shard": list(outcome.shard), "values": None} if is_shard else outcome.summary()
@@ -108,4 +119,5 @@ def _conclude(outcome: Outcome, arguments: argparse.Namespace) -> None:
         writer = outcome.shard_writer() if is_shard else outcome.writer(arguments.out.suffix)
         size = write_output(arguments.out, writer)
         part = f"shard {outcome.shard[0]} of {outcome.shard[1]}, " if is_shard else ""
+        # Standard output holds nothing but JSON where that was asked for.
         print(f"wrote {arguments.out} ({part}{shown_bytes(size)})", file=sys.stderr if arguments.json else sys.stdout)

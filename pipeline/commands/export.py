@@ -13,7 +13,7 @@ from pipeline.evaluation.exported_module import SUFFIXES, Exported, from_experim
 from pipeline.paths import ExperimentPaths, data_home, results_names
 from pipeline.serialization.torch_files import SAFETENSORS, safetensors_package
 from pipeline.system.files import check_output, write_output
-from pipeline.system.formatting import shown_bytes
+from pipeline.system.formatting import shown_bytes, shown_number
 
 EXAMPLE = """\
 examples:
@@ -22,7 +22,7 @@ examples:
   python -m pipeline export left right --rename right:head=other --out both.pt
   python -m pipeline export resnet.pth --strip-prefix module. --out clean.pt"""
 _FILE = re.compile(r"(?P<file>.+\.(?:pt|pth|safetensors))(?::(?P<entry>[^:]+))?")
-_SHOWN = 10
+_MAX_SHOWN = 10
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -38,74 +38,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_pairs(parser: argparse.ArgumentParser, name: str, metavar: str, help_text: str) -> None:
-    def pair(word: str) -> tuple[str, str]:
+    def parse_pair(word: str) -> tuple[str, str]:
         old, equals, new = word.partition("=")
         if not old or not equals:
             raise argparse.ArgumentTypeError(f"must be {metavar}, but is {word!r} instead")
         return old, new
 
-    parser.add_argument(name, type=pair, action="append", default=[], metavar=metavar, help=help_text)
+    parser.add_argument(name, type=parse_pair, action="append", default=[], metavar=metavar, help=help_text)
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    # Before anything is read, which may take long: whether the file can be written at all.
     check_output(arguments.out, SUFFIXES, may_replace=arguments.force)
     if arguments.out.suffix == SAFETENSORS:
         safetensors_package(arguments.out)
-    modules = _renamed(_read_all(arguments), dict(arguments.rename))
-    _refuse_overlaps(modules)
+    exported: list[Exported] = []
+    for word in arguments.sources:
+        # Frozen modules come with every pool of an experiment, and are the same in all of them.
+        known = {module.full_name for module in exported if module.is_frozen}
+        exported += [module for module in _read(word, arguments) if module.full_name not in known]
+    if not exported:
+        raise UsageError(f"Nothing to export: {', '.join(arguments.sources)} has no modules.")
+    if (arguments.strip_prefix or arguments.key_map) and not any(module.is_foreign for module in exported):
+        raise UsageError("--strip-prefix and --key-map clean files, but all sources are experiments.")
+    modules = _rename(exported, dict(arguments.rename))
+    for number, (module, full_name) in enumerate(modules):
+        same = [other_name for other, other_name in modules[:number] if other.name == module.name]
+        if same:
+            raise UsageError(
+                f"Every module needs a name of its own, but {same[0]} and {full_name} are both {module.name!r}.",
+                f"--rename {full_name}=NEW, or name the modules you want as EXP:POOL:MODULE",
+            )
     size = write_output(arguments.out, writer([module for module, _ in modules], arguments.out))
     print("\n".join(_lines(modules, arguments.out, size)))
     return 0
 
 
-def _read_all(arguments: argparse.Namespace) -> list[Exported]:
-    """Return the modules of all sources; frozen ones that come with two pools of an experiment are the same."""
-    read: list[Exported] = []
-    for word in arguments.sources:
-        known = {module.full_name for module in read if module.is_frozen}
-        read += [module for module in _read(word, arguments) if module.full_name not in known]
-    if not read:
-        raise UsageError(f"Nothing to export: {', '.join(arguments.sources)} has no modules.")
-    _check_cleaning(read, arguments)
-    return read
-
-
-def _check_cleaning(read: list[Exported], arguments: argparse.Namespace) -> None:
-    """Refuse to clean where there is nothing to clean: the wish was meant for something else."""
-    if (arguments.strip_prefix or arguments.key_map) and not any(module.is_foreign for module in read):
-        raise UsageError("--strip-prefix and --key-map clean files, but all sources are experiments.")
-
-
 def _read(word: str, arguments: argparse.Namespace) -> list[Exported]:
-    """Return the modules that one source stands for; an experiment may have the name of a file."""
+    """Return the modules that one source stands for."""
     home = data_home(arguments.data_home)
     match = _FILE.fullmatch(word)
+    # An experiment may have the name of a file, such as "net.pt", and then comes first.
     if match and word.split(":")[0] not in results_names(home):
         return from_file(Path(match["file"]), match["entry"], arguments.strip_prefix, dict(arguments.key_map))
     name, *rest = word.split(":")
     if len(rest) > 2 or not all(rest):
         raise UsageError(f"A source must be EXP, EXP:POOL, EXP:POOL:MODULE or a file, but is {word!r} instead.")
-    pool, module = [*rest, *[None, None]][:2]
-    paths = ExperimentPaths(home, name)
-    return from_experiment(paths, pool or "best", module, trained_only=arguments.trained_only)
+    pool = rest[0] if rest else "best"
+    module = rest[1] if len(rest) > 1 else None
+    return from_experiment(ExperimentPaths(home, name), pool, module, trained_only=arguments.trained_only)
 
 
-def _renamed(read: list[Exported], renames: dict[str, str]) -> list[tuple[Exported, str]]:
-    """Return each module with the name it had; one that several sources have is renamed by its full name."""
+def _rename(exported: list[Exported], renames: dict[str, str]) -> list[tuple[Exported, str]]:
+    """Return each module under its new name, with the full name it had."""
     names: dict[str, str] = {}
     for old, new in renames.items():
+        # The name becomes part of the keys of a safetensors file, in which a dot separates it from the rest.
         if not _MODULE_NAME.fullmatch(new):
             raise UsageError(f"A module's name must be letters, digits, '_' and '-', but is {new!r} instead.")
-        meant = [module.full_name for module in read if old in _names(module)]
+        meant = [module.full_name for module in exported if old in _names(module)]
         if len(meant) > 1:
             fix = f"--rename {meant[-1]}={new}"
             raise UsageError(f"--rename {old!r} must mean one module, but means {', '.join(meant)}.", fix)
         if not meant:
-            known = [module.name for module in read]
-            listed = ", ".join(module.full_name for module in read)
+            known = [module.name for module in exported]
+            listed = ", ".join(module.full_name for module in exported)
             raise UsageError(f"--rename {old!r} means no module; there are {listed}.{nearest(old, known)}")
         names[meant[0]] = new
-    return [(replace(module, name=names.get(module.full_name, module.name)), module.full_name) for module in read]
+    return [(replace(module, name=names.get(module.full_name, module.name)), module.full_name) for module in exported]
 
 
 def _names(module: Exported) -> set[str]:
@@ -113,26 +113,16 @@ def _names(module: Exported) -> set[str]:
     return {module.name, f"{module.source.split(':')[0]}:{module.name}", module.full_name}
 
 
-def _refuse_overlaps(modules: list[tuple[Exported, str]]) -> None:
-    for number, (module, full_name) in enumerate(modules):
-        same = [other for one, other in modules[:number] if one.name == module.name]
-        if same:
-            raise UsageError(
-                f"Every module needs a name of its own, but {same[0]} and {full_name} are both {module.name!r}.",
-                f"--rename {full_name}=NEW, or name the modules you want as EXP:POOL:MODULE",
-            )
-
-
 def _lines(modules: list[tuple[Exported, str]], out: Path, size: int) -> Iterator[str]:
     width = max(len(module.name) for module, _ in modules)
     digits = max(len(f"{module.num_parameters:,}") for module, _ in modules)
     for module, full_name in modules:
+        # A renamed module is shown with the name it had.
         origin = module.source if module.full_name == full_name else full_name
         place = f" ({module.place})" if module.place else ""
         yield f"  {module.name:{width}}  {module.num_parameters:>{digits},} parameters  from {origin}{place}"
         if module.dropped:
-            more = f" and {len(module.dropped) - _SHOWN} more" if len(module.dropped) > _SHOWN else ""
-            yield f"  {'':{width}}  dropped: {', '.join(module.dropped[:_SHOWN])}{more}"
+            more = f" and {len(module.dropped) - _MAX_SHOWN} more" if len(module.dropped) > _MAX_SHOWN else ""
+            yield f"  {'':{width}}  dropped: {', '.join(module.dropped[:_MAX_SHOWN])}{more}"
     count = sum(module.num_parameters for module, _ in modules)
-    noun = "module" if len(modules) == 1 else "modules"
-    yield f"wrote {out}: {len(modules)} {noun}, {count:,} parameters, {shown_bytes(size)}"
+    yield f"wrote {out}: {shown_number(len(modules), 'module', 'modules')}, {count:,} parameters, {shown_bytes(size)}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from pipeline.arguments import command_line
 from pipeline.checkpoint.parts import PersistedParts
+from pipeline.command_lines import run_line
 from pipeline.lifecycle.frozen_copy import differing_files
-from pipeline.lifecycle.mode import check_results_exist
+from pipeline.lifecycle.mode import check_results_exist, inspect_results
+from pipeline.lifecycle.starts import last_num_processes
 from pipeline.paths import MODULE_CKPS, ExperimentPaths, data_home
 from pipeline.store.lock import check_free
 from pipeline.store.verify import Inspection, inspect
 from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  python -m pipeline fsck digits"
-_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,80 +26,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     check_results_exist(paths)
+    # A live run replaces files while they are read, which would look like damage.
     check_free(paths)
-    found = inspect(paths, PersistedParts.is_needed)
-    if found.commits:
-        found.edited_copies = differing_files(paths.results, found.commits[0].copies)
-    for line in _lines(paths, found):
+    inspection = inspect(paths, PersistedParts.is_needed)
+    if inspection.commits:
+        # Compared here, because what belongs to a copy is decided above the store.
+        inspection.edited_copies = differing_files(paths.results, inspection.commits[0].copies)
+    for line in _lines(paths, inspection):
         print(line)
-    return 1 if found.is_damaged else 0
+    return 1 if inspection.is_damaged else 0
 
 
-def _lines(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
-    yield f"{paths.name}: {len(found.commits)} commits, {found.num_files} files, {shown_bytes(found.num_bytes)}"
-    for manifest in found.commits:
-        is_current = manifest is found.commits[0]
-        verdict = "can be resumed from" if manifest in found.intact else "DAMAGED, cannot be resumed from"
-        yield f"  commit {manifest.generation}{' (current)' if is_current else ''}, {manifest.progress}: {verdict}"
-    if found.is_clean:
+def _lines(paths: ExperimentPaths, inspection: Inspection) -> Iterator[str]:
+    num_commits = len(inspection.commits)
+    yield f"{paths.name}: {num_commits} commits, {inspection.num_files} files, {shown_bytes(inspection.num_bytes)}"
+    for manifest in inspection.commits:
+        current = " (current)" if manifest is inspection.commits[0] else ""
+        verdict = "can be resumed from" if manifest in inspection.intact else "DAMAGED, cannot be resumed from"
+        yield f"  commit {manifest.generation}{current}, {manifest.progress}: {verdict}"
+    if inspection.is_clean:
         yield "  every digest holds; data/ is complete; the frozen copy is as it was"
         return
-    yield from _problems(paths, found)
-    yield from _advice(paths, found)
-
-
-def _problems(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
-    if found.state_problem:
-        yield f"  {paths.state_file} {found.state_problem}"
-    for file in found.unreadable:
-        yield f"  {file} is damaged"
-    for damage in found.damages[:_SHOWN]:
-        commits = ", ".join(map(str, damage.commits))
-        yield f"  {damage.file} {damage.what} ({', '.join(damage.paths)}; commits {commits})"
-        if damage.source is not None:
-            yield f"    restore: cp {damage.source} {damage.file}"
-    if len(found.damages) > _SHOWN:
-        yield f"  … and {len(found.damages) - _SHOWN} more damaged files"
-    for name in found.hidden_names[:_SHOWN]:
-        yield f"  {paths.data / name} does not show the current commit yet; the committed file is intact"
-    for name in found.replaced_names[:_SHOWN]:
-        yield f"  {paths.data / name} was replaced; the committed file is intact"
-    for name in found.edited_copies:
-        yield f"  {paths.results / name} was edited since the experiment began"
-    for path in found.strays[:_SHOWN]:
-        yield f"  {path} belongs to no commit; the next start removes it"
-
-
-def _advice(paths: ExperimentPaths, found: Inspection) -> Iterator[str]:
-    resume = command_line(paths.name, paths.home, "--resume")
-    if found.damages or found.unreadable or found.state_problem:
-        lost = {path.split("/")[1] for path in _damaged(found) if path.startswith(f"{MODULE_CKPS}/")}
-        if lost:
-            intact = ", ".join(_intact_pools(found)) or "none"
-            yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"
-        if found.intact:
-            newest = found.intact[0]
+    yield from _problems(paths, inspection)
+    resume = run_line(paths.name, paths.home, "--resume", num_processes=last_num_processes(paths))
+    if inspection.damages or inspection.unreadable or inspection.state_problem:
+        yield from _damaged_pools(inspection)
+        if inspect_results(paths).is_finished:
+            # There is nothing to continue: a finished experiment is left alone.
+            reset = run_line(paths.name, paths.home, "--reset", num_processes=last_num_processes(paths))
+            yield f"  next: restore these files from a backup, or {reset}    (trains it again)"
+        elif inspection.intact:
+            newest = inspection.intact[0]
             yield f"  next: {resume}    (continues from commit {newest.generation}, {newest.progress})"
         else:
             yield "  next: restore the folder from a backup; nothing here can be resumed"
-    elif found.edited_copies:
+    elif inspection.edited_copies:
         yield f"  next: restore these files, or {resume} --accept-edited-copy"
     else:
-        if not found.replaced_names:
+        # Only names are missing or in the way, as after a kill between a commit and its names in data/.
+        if not inspection.replaced_names:
             yield "  every digest holds; nothing is damaged"
         yield f"  next: {resume}    (the next start completes this)"
 
 
-def _damaged(found: Inspection) -> set[str]:
-    return {path for damage in found.damages for path in damage.paths}
+def _problems(paths: ExperimentPaths, inspection: Inspection) -> Iterator[str]:
+    if inspection.state_problem:
+        yield f"  {paths.state_file} {inspection.state_problem}"
+    for file in inspection.unreadable:
+        yield f"  {file} is damaged"
+    for damage in inspection.damages[:_MAX_SHOWN]:
+        commits = ", ".join(map(str, damage.commits))
+        yield f"  {damage.file} {damage.what} ({', '.join(damage.paths)}; commits {commits})"
+        if damage.source is not None:
+            yield f"    restore: cp {damage.source} {damage.file}"
+    if len(inspection.damages) > _MAX_SHOWN:
+        yield f"  … and {len(inspection.damages) - _MAX_SHOWN} more damaged files"
+    for name in inspection.hidden_names[:_MAX_SHOWN]:
+        yield f"  {paths.data / name} does not show the current commit yet; the committed file is intact"
+    for name in inspection.replaced_names[:_MAX_SHOWN]:
+        yield f"  {paths.data / name} was replaced; the committed file is intact"
+    for name in inspection.edited_copies:
+        yield f"  {paths.results / name} was edited since the experiment began"
+    for path in inspection.strays[:_MAX_SHOWN]:
+        yield f"  {path} belongs to no commit; the next start removes it"
 
 
-def _intact_pools(found: Inspection) -> list[str]:
-    damaged = _damaged(found)
-    files = [path for path in found.commits[0].files if path.startswith(f"{MODULE_CKPS}/")] if found.commits else []
-    pools = dict.fromkeys(path.split("/")[1] for path in files)
-    return [
-        pool
-        for pool in pools
-        if not any(path in damaged for path in files if path.startswith(f"{MODULE_CKPS}/{pool}/"))
-    ]
+def _damaged_pools(inspection: Inspection) -> Iterator[str]:
+    """Yield which weights are lost and which ones can still be evaluated or exported, if any are lost."""
+    prefix = f"{MODULE_CKPS}/"
+    damaged = {path for damage in inspection.damages for path in damage.paths}
+    lost = {path.split("/")[1] for path in damaged if path.startswith(prefix)}
+    if lost:
+        files = list(inspection.commits[0].files) if inspection.commits else []
+        pools = dict.fromkeys(path.split("/")[1] for path in files if path.startswith(prefix))
+        # Of the current commit: a pool of an older one may be lost while its successor is whole.
+        broken = {path.split("/")[1] for path in files if path in damaged and path.startswith(prefix)}
+        intact = ", ".join(pool for pool in pools if pool not in broken) or "none"
+        yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"

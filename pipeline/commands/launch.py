@@ -1,13 +1,13 @@
-"""Start experiments in the background, side by side or one after the other."""
+"""Start experiments in the background, in parallel or one after the other."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.launch.torchrun_command import TrainingLine, start_in_background, training_line
 from pipeline.lifecycle.mode import check_known
@@ -20,7 +20,7 @@ examples:
   python -m pipeline launch stage_1:0-3 then stage_2:0-3
   python -m pipeline launch digits --nproc 2 -- --set training.seed=1"""
 THEN = "then"
-_ALWAYS_RIGHT = ["--auto"]
+_DEFAULT_FLAGS = ["--auto"]
 Chain = list[TrainingLine]
 
 
@@ -38,22 +38,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    arguments.flags = arguments.flags or _ALWAYS_RIGHT
+    arguments.flags = arguments.flags or _DEFAULT_FLAGS
     chains = [[_line(word, arguments) for word in chain] for chain in parse_chains(arguments.experiments)]
     everyone = [line for chain in chains for line in chain]
-    _check(chains, everyone)
+    check_named_once(everyone)
+    _refuse_shared_gpus(chains)
+    check_free_to_start(everyone)
     # Experiments of a chain take turns; only one of them is on the machine at a time.
     num_processes = sum(max(line.nproc for line in chain) for chain in chains)
     for chain in chains:
-        script = _script(chain, num_processes)
-        print(script) if arguments.print else _start(chain, script)
+        script = _write_script(chain, num_processes)
+        if arguments.print:
+            print(script)
+            continue
+        for line in chain:
+            line.make_folders()
+        start_in_background(script, [line.paths for line in chain])
     if not arguments.print:
         print(f"watch: {verb_line('status', None, data_home(arguments.data_home), '--watch')}")
     return 0
 
 
 def parse_chains(words: list[str]) -> list[list[str]]:
-    """Return experiments that follow one another, in lists that run side by side."""
+    """Return lists that run in parallel; the experiments of a list run one after the other."""
     chains: list[list[str]] = []
     is_next = False
     for word in words:
@@ -78,14 +85,13 @@ def _line(word: str, arguments: argparse.Namespace) -> TrainingLine:
     return training_line(paths, nproc=arguments.nproc, gpus=gpus or None, flags=arguments.flags, in_background=True)
 
 
-def _check(chains: list[Chain], everyone: Chain) -> None:
-    check_named_once(everyone)
-    for one, other in combinations(chains, 2):
-        shared = {gpu for line in one for gpu in line.devices} & {gpu for line in other for gpu in line.devices}
-        if shared:
-            pair = f"{one[0].paths.name} and {other[0].paths.name}"
-            raise UsageError(f"{pair} must not share GPUs, but both have {', '.join(map(str, sorted(shared)))}.")
-    check_free_to_start(everyone)
+def _refuse_shared_gpus(chains: list[Chain]) -> None:
+    """Refuse GPUs that two chains would use at the same time; within a chain, experiments take turns."""
+    gpus = [(chain[0].paths.name, {gpu for line in chain for gpu in line.devices}) for chain in chains]
+    for (first, used), (second, wanted) in combinations(gpus, 2):
+        if used & wanted:
+            shared = ", ".join(map(str, sorted(used & wanted)))
+            raise UsageError(f"{first} and {second} must not share GPUs, but both have {shared}.")
 
 
 def check_named_once(everyone: Chain) -> None:
@@ -98,29 +104,21 @@ def check_named_once(everyone: Chain) -> None:
 def check_free_to_start(everyone: Chain) -> None:
     """Refuse experiments that run or are on their way already."""
     for line in everyone:
-        if state_of(line.paths) in LIVE:
-            raise StateConflict(
-                f"{line.paths.name!r} is {state_of(line.paths)} already.\n  fix: stop it first, or leave it."
-            )
+        state = state_of(line.paths)
+        if state in LIVE:
+            raise StateConflict(f"{line.paths.name!r} is {state} already.\n  fix: stop it first, or leave it.")
 
 
-def _script(chain: Chain, num_processes: int) -> str:
+def _write_script(chain: Chain, num_processes: int) -> str:
     """Return shell lines: each experiment after the first only once the one before has finished."""
-    lines = []
-    for number, line in enumerate(chain):
-        if number:
-            before = chain[number - 1].paths
-            asked = [sys.executable, "-m", "pipeline", "status", before.name, "--exit-code"]
-            reason = f"{before.name} has not finished, so {line.paths.name} is not started"
-            lines.append(
-                f"{shlex.join([*asked, '--data-home', str(before.home)])} > /dev/null || "
-                f"{{ echo {shlex.quote(reason)}; exit 1; }}"
-            )
-        lines.append(line.shown(num_processes))
+    lines = [chain[0].to_shell(num_processes)]
+    for before, line in pairwise(chain):
+        # torchrun ends with 0 also after a stop, so status is asked: its exit code is 0 for finished alone.
+        status = [sys.executable, "-m", "pipeline", "status", before.paths.name, "--exit-code"]
+        reason = f"{before.paths.name} has not finished, so {line.paths.name} is not started"
+        lines.append(
+            f"{shlex.join([*status, '--data-home', str(before.paths.home)])} > /dev/null || "
+            f"{{ echo {shlex.quote(reason)}; exit 1; }}"
+        )
+        lines.append(line.to_shell(num_processes))
     return "\n".join(lines)
-
-
-def _start(chain: Chain, script: str) -> None:
-    for line in chain:
-        line.make_folders()
-    start_in_background(script, [line.paths for line in chain])

@@ -1,4 +1,4 @@
-"""Show or follow the log of an experiment."""
+"""Show or follow the log of an experiment, or the output that torchrun kept of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.lifecycle.mode import check_known
 from pipeline.monitoring.experiment_state import LIVE, state_of
@@ -33,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     check_known(paths)
-    followed = [_Followed(path) for path in _files(paths, arguments)]
-    for file in followed:
+    files = [_FollowedFile(path) for path in _choose_files(paths, arguments)]
+    for file in files:
+        # On standard error, so that the log itself can be piped.
         print(f"==> {file.path}", file=sys.stderr, flush=True)
         file.show_last(arguments.lines)
     while arguments.follow:
+        # Asked before the files are read: what a run writes before it ends is shown.
         is_alive = state_of(paths) in LIVE
-        for file in followed:
+        for file in files:
             file.show_new()
         if not is_alive:
             break
@@ -47,43 +49,39 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _files(paths: ExperimentPaths, arguments: argparse.Namespace) -> list[Path]:
-    if arguments.rank is not None:
-        return _rank_files(paths, arguments.rank)
-    # A run in the background that failed before it opened its log has written to its launcher's log only.
-    chosen = [paths.launcher_log] if arguments.launcher else [paths.log_file, paths.launcher_log]
-    found = [path for path in chosen if path.is_file()]
-    if not found:
-        raise StateConflict(f"{paths.name!r} has no log at {chosen[0]} yet.\n  fix: run it first.")
-    return found[:1]
-
-
-def _rank_files(paths: ExperimentPaths, rank: int) -> list[Path]:
-    """Return both streams of the latest attempt that has such a process."""
-    attempts = sorted(paths.torchrun_logs.glob(f"*/attempt_*/{rank}"), key=lambda path: path.stat().st_mtime)
-    if not attempts:
+def _choose_files(paths: ExperimentPaths, arguments: argparse.Namespace) -> list[Path]:
+    """Return the log, or both streams of the latest attempt of torchrun that has the rank."""
+    if arguments.rank is None:
+        # A run in the background that failed before it opened its log has written to its launcher's log only.
+        candidates = [paths.launcher_log] if arguments.launcher else [paths.log_file, paths.launcher_log]
+        logs = [path for path in candidates if path.is_file()]
+        if not logs:
+            raise StateConflict(f"{paths.name!r} has no log at {candidates[0]} yet.\n  fix: run it first.")
+        return logs[:1]
+    attempts = paths.torchrun_logs.glob(f"*/attempt_*/{arguments.rank}")
+    # By time: torchrun's names for its starts are random.
+    latest = max(attempts, key=os.path.getmtime, default=None)
+    if latest is None:
         ranks = sorted({path.name for path in paths.torchrun_logs.glob("*/attempt_*/*")})
         kept = f"there are ranks {', '.join(ranks)}" if ranks else "torchrun kept none"
         raise UsageError(
-            f"No output of rank {rank} of {paths.name!r} was kept; {kept}.",
-            f"start it with: {verb_line('run', paths.name, paths.home)}",
+            f"No output of rank {arguments.rank} of {paths.name!r} was kept; {kept}.",
+            f"{verb_line('run', paths.name, paths.home, '--', '--auto')}    (keeps the output of all ranks)",
         )
-    return [
-        attempts[-1] / f"{stream}.log" for stream in ("stdout", "stderr") if (attempts[-1] / f"{stream}.log").exists()
-    ]
+    return [path for path in (latest / "stdout.log", latest / "stderr.log") if path.exists()]
 
 
-class _Followed:
+class _FollowedFile:
     """A file that others append to, replace or empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._place = 0
+        self._position = 0
         self._inode = 0
 
     def show_last(self, count: int) -> None:
         status = self.path.stat()
-        self._place = status.st_size
+        self._position = status.st_size
         self._inode = status.st_ino
         for line in last_lines(self.path, count):
             print(line, flush=True)
@@ -92,13 +90,14 @@ class _Followed:
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._place:
-                    self._place = 0
+                # A reset replaces the log, and a shell may empty it: both are shown from their beginning.
+                if status.st_ino != self._inode or status.st_size < self._position:
+                    self._position = 0
                     self._inode = status.st_ino
-                file.seek(self._place)
+                file.seek(self._position)
                 text = file.read()
         except FileNotFoundError:
             return
-        self._place += len(text)
+        self._position += len(text)
         sys.stdout.write(text.decode(errors="replace"))
         sys.stdout.flush()

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+from pipeline.command_lines import run_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.experiment.pymodules.source_files import copied_files
 from pipeline.experiment.settings.settings import read_contents
@@ -37,9 +38,9 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.exist_ok:
             return 0
         raise StateConflict(f"{paths.settings} exists already.\n  fix: choose another name, or delete the folder.")
-    _write(_source(arguments, paths), paths.settings, tuple(arguments.set))
+    _write(_choose_source(arguments, paths), paths.settings, tuple(arguments.set))
     print(f"wrote {paths.settings}")
-    print(f"next: torchrun --nproc-per-node=2 training_pipeline.py {paths.name}{_home_option(arguments)}")
+    print(f"next: {run_line(paths.name, paths.home, num_processes=2)}")
     return 0
 
 
@@ -51,13 +52,14 @@ def templates_folder() -> Path:
 
 
 def templates() -> list[str]:
+    """Return the names of the examples."""
     return sorted(path.name for path in templates_folder().iterdir() if (path / "pymodules").is_dir())
 
 
-def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
+def _choose_source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
     if arguments.other is None:
-        if arguments.template not in templates():
-            known = templates()
+        known = templates()
+        if arguments.template not in known:
             raise UsageError(f"No template {arguments.template!r}; there are {', '.join(known)}.")
         return templates_folder() / str(arguments.template)
     other = paths.other(arguments.other)
@@ -70,20 +72,18 @@ def _source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
 
 def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:
     """Copy next to the target and rename, so that an interrupted copy is never taken for an experiment."""
+    # All that can be refused is read before anything is written.
     original = read_contents(source / "settings")
     contents = read_contents(source / "settings", overrides)
-    staging = target.with_name(f".{target.name}.new")
     files = copied_files(source)
+    staging = target.with_name(f".{target.name}.new")
     shutil.rmtree(staging, ignore_errors=True)
     for path in files:
         copy = staging / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+    # Files that no override changes keep the author's own layout.
     for name, content in contents.items():
         if content != original[name]:
             (staging / "settings" / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     staging.rename(target)
-
-
-def _home_option(arguments: argparse.Namespace) -> str:
-    return f" --data-home {arguments.data_home}" if arguments.data_home else ""

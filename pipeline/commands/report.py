@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.errors import UsageError
-from pipeline.lifecycle.mode import check_results_exist
+from pipeline.monitoring.experiment_state import read_existing_state
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.report.page import write_report
 from pipeline.system.formatting import shown_bytes
@@ -23,26 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     home = data_home(arguments.data_home)
-    experiments = [ExperimentPaths(home, name) for name in dict.fromkeys(arguments.experiments)]
-    for paths in experiments:
-        check_results_exist(paths)
-    target = _target(arguments.out, experiments)
+    experiments = [read_existing_state(ExperimentPaths(home, name)) for name in dict.fromkeys(arguments.experiments)]
+    if arguments.out is None and len(experiments) == 1:
+        target = experiments[0].paths.report_file
+        target.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        target = Path(arguments.out or _SEVERAL).absolute()
+        if target.is_dir():
+            raise UsageError(f"--out must be a file, but {target} is a folder.", f"--out {target / _SEVERAL}")
+        if not target.parent.is_dir():
+            raise UsageError(f"--out must be in a folder that exists, but {target.parent} does not.")
     try:
         size = write_report(target, experiments)
     except OSError as error:
+        # Also a file of the results that cannot be read: the error names it.
         reason = f"{error.filename or target} cannot be used: {error.strerror or error}."
         raise UsageError(reason, "choose another place with --out") from error
     print(f"report: {target} ({shown_bytes(size)})")
     return 0
-
-
-def _target(out: str | None, experiments: list[ExperimentPaths]) -> Path:
-    if out is None and len(experiments) == 1:
-        experiments[0].logs.mkdir(parents=True, exist_ok=True)
-        return experiments[0].report_file
-    target = Path(out or _SEVERAL).absolute()
-    if target.is_dir():
-        raise UsageError(f"--out must be a file, but {target} is a folder.", f"--out {target / _SEVERAL}")
-    if not target.parent.is_dir():
-        raise UsageError(f"--out must lie in a folder that exists, but {target.parent} does not.")
-    return target

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 
 from pipeline.arguments import parse_arguments
+from pipeline.command_lines import LAUNCH_VARIABLE
 from pipeline.commands.check import check_before_run
 from pipeline.launch.torchrun_command import start_in_background, training_line
 from pipeline.paths import ExperimentPaths, data_home
@@ -33,13 +35,18 @@ def execute(arguments: argparse.Namespace) -> int:
         paths, nproc=arguments.nproc, gpus=arguments.gpus, flags=arguments.flags, in_background=arguments.detach
     )
     if arguments.print:
-        print(line.shown(line.nproc))
+        print(line.to_shell(line.nproc))
         return 0
     if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *arguments.flags])):
         return 0
     line.make_folders()
-    variables = line.variables(line.nproc)
+    # Messages of the run then name this verb, and not the torchrun line that it made.
+    own_options = {"--nproc": arguments.nproc, "--gpus": arguments.gpus}
+    given = [word for option, value in own_options.items() if value is not None for word in (option, str(value))]
+    detach = ["--detach"] if arguments.detach else []
+    launched_by = {LAUNCH_VARIABLE: shlex.join(["run", *given, *detach])}
     if not arguments.detach:
-        os.execvpe(line.words[0], line.words, {**os.environ, **variables})
-    start_in_background(line.shown(line.nproc), [paths])
+        # Replaces this process: signals and the exit code are those of torchrun itself.
+        os.execvpe(line.words[0], line.words, {**os.environ, **line.variables(line.nproc), **launched_by})
+    start_in_background(line.to_shell(line.nproc), [paths], launched_by)
     return 0

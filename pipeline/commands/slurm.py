@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, parse_chains
 from pipeline.errors import UsageError
 from pipeline.launch.slurm_script import Job
@@ -23,12 +23,13 @@ examples:
   python -m pipeline slurm stage_1 then stage_2 --time 4:00:00 --submit
   python -m pipeline slurm a b c d --at-once 2 --time 2:00:00 --submit"""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d?))?(?::(\d\d?))?")
-# What the script itself depends on.
-_OURS = re.compile(
+# Options that the script itself sets or depends on.
+_RESERVED_OPTIONS = re.compile(
     r"--(signal|no-requeue|requeue|open-mode|output|nodes|time|array|ntasks\S*|chdir|cpus-per-task|wrap)\b"
     r"|-[NtoanDc]"
 )
-_LONGEST_GRACE = 65535
+# The largest time before the limit that Slurm takes for --signal.
+_MAX_GRACE_SECONDS = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    _check_numbers(arguments)
-    jobs = _jobs(arguments)
+    _check_options(arguments)
+    chains = parse_chains(arguments.experiments)
+    if len(chains) > 1 and THEN in arguments.experiments:
+        raise UsageError(f"{THEN!r} must stand between all experiments or none.", "call slurm once for each chain")
+    if len(chains) > 1:
+        # Experiments in parallel are the tasks of one array.
+        jobs = [_make_job([name for chain in chains for name in chain], arguments)]
+    else:
+        jobs = [_make_job([name], arguments) for name in chains[0]]
     lines = [line for job in jobs for line in job.lines]
     check_named_once(lines)
     if arguments.print:
@@ -72,26 +80,28 @@ def execute(arguments: argparse.Namespace) -> int:
         check_can_submit()
         check_free_to_start(lines)
     for job in jobs:
-        _write(job)
+        for line in job.lines:
+            line.make_folders()
+        replace_text(job.paths.batch_script, job.script())
+        print(f"wrote {job.paths.batch_script}")
     if arguments.submit:
         _submit(jobs)
     return 0
 
 
-def _jobs(arguments: argparse.Namespace) -> list[Job]:
-    """Return one job for each experiment of a chain, or one array for all that stand side by side."""
-    chains = parse_chains(arguments.experiments)
-    if len(chains) > 1 and THEN in arguments.experiments:
-        raise UsageError(f"{THEN!r} must stand between all experiments or none.", "call slurm once for each chain")
-    if len(chains) > 1:
-        return [_job([name for chain in chains for name in chain], arguments)]
-    return [_job([name], arguments) for name in chains[0]]
-
-
-def _job(names: list[str], arguments: argparse.Namespace) -> Job:
-    lines = tuple(_line(name, arguments) for name in names)
+def _make_job(names: list[str], arguments: argparse.Namespace) -> Job:
+    """Return a job for one experiment, or an array with a task for each of several."""
+    lines: list[TrainingLine] = []
+    for name in names:
+        paths = ExperimentPaths(data_home(arguments.data_home), name)
+        check_known(paths)
+        if {"--resume", "--reset"} & {*arguments.flags}:
+            raise UsageError("A job that is requeued must continue where it was: its run always has --auto.")
+        flags = ["--auto", *(flag for flag in arguments.flags if flag != "--auto")]
+        nproc = arguments.nproc if arguments.nproc is not None else arguments.gpus_per_node or 1
+        lines.append(training_line(paths, nproc=nproc, flags=flags, in_background=True, num_nodes=arguments.nodes))
     return Job(
-        lines,
+        tuple(lines),
         time=arguments.time,
         seconds=_seconds(arguments.time),
         grace=arguments.grace,
@@ -103,23 +113,13 @@ def _job(names: list[str], arguments: argparse.Namespace) -> Job:
     )
 
 
-def _line(name: str, arguments: argparse.Namespace) -> TrainingLine:
-    paths = ExperimentPaths(data_home(arguments.data_home), name)
-    check_known(paths)
-    if {"--resume", "--reset"} & {*arguments.flags}:
-        raise UsageError("A job that is requeued must continue where it was: its run always has --auto.")
-    flags = ["--auto", *(flag for flag in arguments.flags if flag != "--auto")]
-    nproc = arguments.nproc if arguments.nproc is not None else arguments.gpus_per_node or 1
-    return training_line(paths, nproc=nproc, flags=flags, in_background=True, num_nodes=arguments.nodes)
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    least = {"nodes": 1, "gpus_per_node": 1, "cpus_per_task": 1, "at_once": 1, "max_requeues": 0, "grace": 1}
-    for name, limit in least.items():
+def _check_options(arguments: argparse.Namespace) -> None:
+    minimum = {"nodes": 1, "gpus_per_node": 1, "cpus_per_task": 1, "at_once": 1, "max_requeues": 0, "grace": 1}
+    for name, limit in minimum.items():
         value = getattr(arguments, name)
         if value is not None and value < limit:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {limit}, but is {value}.")
-    if not arguments.grace < min(_seconds(arguments.time), _LONGEST_GRACE):
+    if not arguments.grace < min(_seconds(arguments.time), _MAX_GRACE_SECONDS):
         raise UsageError(
             f"--grace must be shorter than --time, but is {arguments.grace} s of {_seconds(arguments.time)} s.",
             "--grace 30, or a longer --time",
@@ -127,14 +127,14 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     for option in arguments.sbatch:
         if not option.startswith("-") or not option.isprintable():
             raise UsageError(f"--sbatch must name an option of sbatch, but is {option!r}.", "--sbatch=--partition=gpu")
-        if _OURS.match(option):
+        if _RESERVED_OPTIONS.match(option):
             raise UsageError(f"--sbatch={option} would change what the script depends on.", "see slurm --help")
 
 
 def _seconds(text: str) -> int:
     """Return how long a time limit in Slurm's notation is."""
-    found = _TIME.fullmatch(text)
-    days, *parts = found.groups() if found else (None,)
+    match = _TIME.fullmatch(text)
+    days, *parts = match.groups() if match else (None,)
     given = [int(part) for part in parts if part is not None]
     # Without days, one number is minutes and two are minutes and seconds.
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
@@ -144,18 +144,11 @@ def _seconds(text: str) -> int:
     return total
 
 
-def _write(job: Job) -> None:
-    for line in job.lines:
-        line.make_folders()
-    replace_text(job.paths.batch_script, job.script())
-    print(f"wrote {job.paths.batch_script}")
-
-
 def _submit(jobs: list[Job]) -> None:
-    """Submit jobs that wait for one another, and write down who waits for what."""
+    """Submit jobs, each after the one before it, and record them with their experiments."""
     numbers: list[str] = []
     for before, job in zip([None, *jobs], jobs, strict=False):
-        # A job that can never start, because the one before failed, is taken away.
+        # Without the second option, a job whose predecessor failed would stay in the queue for ever.
         after = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if before else []
         number = submit(job.paths.batch_script, *after)
         name_before = before.paths.name if before else None

@@ -1,4 +1,4 @@
-"""Show how far experiments have come, without touching them."""
+"""Show how far experiments have come, without changing their files."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.lifecycle.mode import all_names, check_known
-from pipeline.monitoring.experiment_state import FINISHED, LIVE, NEW, RUNNING, STARTING, UNFINISHED, WAITING
-from pipeline.monitoring.overview import describe
+from pipeline.monitoring.experiment_state import (
+    FINISHED,
+    LIVE,
+    NEW,
+    RUNNING,
+    STARTING,
+    UNFINISHED,
+    WAITING,
+    Overview,
+    RunOwner,
+    read_overview,
+)
+from pipeline.monitoring.status_file import Status
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.progress import Progress
 from pipeline.system.files import last_lines
 from pipeline.system.formatting import clipped, shown_bytes, shown_duration, shown_value, sparkline, table
 from pipeline.system.nvidia_smi import look_at_gpus
 
 EXAMPLE = "examples:\n  python -m pipeline status\n  python -m pipeline status digits --watch"
 EXIT_CODES = {FINISHED: 0, RUNNING: 4, STARTING: 4, WAITING: 4, UNFINISHED: 5, NEW: 6}
-_CLEAR = "\033[H\033[J"
+_CLEAR_SCREEN = "\033[H\033[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,112 +51,133 @@ def execute(arguments: argparse.Namespace) -> int:
     for paths in chosen:
         check_known(paths)
     while True:
-        everything = chosen or [ExperimentPaths(home, name) for name in all_names(home)]
-        found = {paths.name: describe(paths) for paths in everything}
-        text = json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(everything, found, arguments))
+        # Without names every look lists the experiments again: others may have been added.
+        shown = chosen or [ExperimentPaths(home, name) for name in all_names(home)]
+        overviews = [read_overview(paths) for paths in shown]
+        if arguments.json:
+            found = {overview.experiment.paths.name: overview.to_json() for overview in overviews}
+            text = json.dumps(found, indent=1)
+        elif chosen:
+            text = "\n".join(_format_pages(overviews, arguments.lines))
+        elif overviews:
+            text = "\n".join(_format_list(overviews))
+        else:
+            text = f"no experiments in {home}\n  to make one: {verb_line('new', 'NAME', home)}"
         is_screen = arguments.watch is not None and sys.stdout.isatty()
-        print(f"{_CLEAR if is_screen else ''}{text}", flush=True)
-        states = [status["state"] for status in found.values()]
-        if arguments.watch is None or not set(states) & set(LIVE):
+        print(f"{_CLEAR_SCREEN if is_screen else ''}{text}", flush=True)
+        states = {overview.state for overview in overviews}
+        if arguments.watch is None or not states & set(LIVE):
             return max((EXIT_CODES[state] for state in states), default=0) if arguments.exit_code else 0
         time.sleep(arguments.watch)
 
 
-def _lines(everything: list[ExperimentPaths], found: dict[str, Any], arguments: argparse.Namespace) -> Iterator[str]:
-    if not arguments.experiments:
-        yield from _overview(found, data_home(arguments.data_home))
-        return
-    for paths in everything:
-        for line in _block(paths, found[paths.name]):
-            yield clipped(line)
-        yield from (clipped(f"    {line}") for line in last_lines(paths.log_file, arguments.lines))
+def _format_place(overview: Overview) -> str:
+    """Return where a live run is now, else where the results are."""
+    experiment = overview.experiment
+    progress = experiment.status.progress if overview.state == RUNNING else experiment.results.progress
+    return str(progress) if progress else ""
+
+
+def _format_time_left(overview: Overview) -> str:
+    seconds = overview.experiment.status.eta_seconds
+    return shown_duration(seconds) if overview.state == RUNNING and seconds is not None else ""
+
+
+def _format_last_values(overview: Overview) -> str:
+    last = overview.experiment.status.last
+    return ", ".join(f"{register} {shown_value(value)}" for register, value in last.items())
+
+
+# The columns of the list, from left to right. A new one is a new row here.
+_COLUMNS: tuple[tuple[str, Callable[[Overview], str]], ...] = (
+    ("experiment", attrgetter("experiment.paths.name")),
+    ("state", attrgetter("state")),
+    ("at", _format_place),
+    ("left", _format_time_left),
+    ("last values", _format_last_values),
+)
+
+
+def _format_list(overviews: list[Overview]) -> Iterator[str]:
+    """Yield one line per experiment."""
+    columns = []
+    for title, format_cell in _COLUMNS:
+        cells = [title, *map(format_cell, overviews)]
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) for cell in cells])
+    # A line that is too long is clipped and not folded, as a table would be: one line per experiment.
+    for row in zip(*columns, strict=True):
+        yield clipped("  ".join(row).rstrip())
+
+
+def _format_pages(overviews: list[Overview], num_log_lines: int) -> Iterator[str]:
+    """Yield a page for each experiment, then the GPUs of this machine."""
+    for overview in overviews:
+        log_file = overview.experiment.paths.log_file
+        yield from map(clipped, _format_page(overview))
+        yield from (clipped(f"    {line}") for line in last_lines(log_file, num_log_lines))
         yield ""
-    yield from map(clipped, _gpu_lines())
-
-
-def _overview(found: dict[str, Any], home: Path) -> Iterator[str]:
-    if not found:
-        yield f"no experiments; {verb_line('new', 'NAME', home)} writes one"
-        return
-    rows = [("experiment", "state", "at", "left", "last values")]
-    for name, status in found.items():
-        left = shown_duration(status["eta"]) if status["state"] == RUNNING and "eta" in status else ""
-        values = ", ".join(f"{one} {shown_value(value)}" for one, value in status.get("last", {}).items())
-        rows.append((name, status["state"], _place(status), left, values))
-    # The last column is clipped rather than folded: one line per experiment.
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        aligned = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        yield clipped("  ".join([*aligned, row[4]]).rstrip())
-
-
-def _place(status: dict[str, Any]) -> str:
-    known = status.get("progress") if status["state"] == RUNNING else status["committed"]
-    return str(Progress.from_json(known)) if known else ""
-
-
-def _block(paths: ExperimentPaths, status: dict[str, Any]) -> Iterator[str]:
-    yield f"{paths.name}: {status['state']}"
-    if status["state"] == RUNNING:
-        yield from _live_lines(status)
-    launch = status["launch"] or {}
-    if "job" in launch:
-        yield f"  job        {launch['job']} of Slurm: {launch['job_state']}{_reason(launch)}"
-    if status["state"] == WAITING and launch.get("after"):
-        yield f"  waiting    until {launch['after']} has finished"
-    if status["ended"]:
-        yield f"  ended      {_end(status['ended'])}"
-    if status["committed"]:
-        yield f"  committed  {Progress.from_json(status['committed'])} (start {status['num_starts']})"
-    yield from _value_lines(status)
-    yield f"  disk       {shown_bytes(status['disk']['used'])} used, {shown_bytes(status['disk']['free'])} free"
-    if status.get("updated"):
-        yield f"  updated    {status['updated']}"
-    yield f"  log        {paths.log_file}"
-
-
-def _reason(launch: dict[str, Any]) -> str:
-    return "" if launch["job_reason"] in ("", "None") else f" ({launch['job_reason']})"
-
-
-def _live_lines(status: dict[str, Any]) -> Iterator[str]:
-    owner = status["owner"]
-    age = status["seconds_since_sign_of_life"]
-    job = f", job {owner['job']}" if owner.get("job") else ""
-    yield f"  running    pid {owner.get('pid')} on {owner.get('host')}{job} since {owner.get('started')}"
-    yield f"  alive      {'no heartbeat yet' if age is None else f'last heartbeat {age:.0f} s ago'}"
-    if not status.get("progress"):
-        yield "  now        starting"
-        return
-    total = f" of {status['num_steps']}" if "num_steps" in status else ""
-    rate = f", {1 / status['step_seconds']:.3g} steps/s" if status.get("step_seconds") else ""
-    yield f"  now        {Progress.from_json(status['progress'])}{total}{rate}"
-    if "epoch_eta" in status:
-        whole = f", {shown_duration(status['eta'])} of the experiment" if status.get("max_epochs") else ""
-        yield f"  left       {shown_duration(status['epoch_eta'])} of the epoch{whole}"
-
-
-def _end(ended: dict[str, Any]) -> str:
-    # The process that failed first says why; the others only that they lost it.
-    error = ended["errors"][0]["error"].strip().splitlines() if ended["errors"] else []
-    why = error[-1] if error else ended["reason"]
-    return f"{ended['outcome']}: {why}" if why else str(ended["outcome"])
-
-
-def _value_lines(status: dict[str, Any]) -> Iterator[str]:
-    """Yield one row per register: the latest value, its course, and the value of the best epoch."""
-    best = status.get("best") or {}
-    rows = [("", "last", "", f"best (epoch {best['epoch']})" if best else "")]
-    for name, value in status.get("last", {}).items():
-        course = sparkline([float("nan") if one is None else one for one in status["history"].get(name, [])])
-        rows.append((f"  {name}", shown_value(value), course, shown_value(best["values"].get(name)) if best else ""))
-    if len(rows) > 1:
-        yield from table(rows)
-
-
-def _gpu_lines() -> Iterator[str]:
     gpus, problem = look_at_gpus()
     for gpu in gpus:
-        yield f"gpu {gpu}"
+        yield clipped(f"gpu {gpu}")
     if problem:
-        yield problem
+        yield clipped(problem)
+
+
+def _format_page(overview: Overview) -> Iterator[str]:
+    experiment = overview.experiment
+    launch = overview.launch
+    yield f"{experiment.paths.name}: {overview.state}"
+    if overview.owner is not None:
+        yield from _format_live_run(overview.owner, experiment.status)
+    if launch is not None and launch.job is not None:
+        # Slurm's reason of a job that does not wait is the word None.
+        waits_for = "" if launch.job_reason in ("", "None") else f" ({launch.job_reason})"
+        yield f"  job        {launch.job} of Slurm: {launch.job_state}{waits_for}"
+    if overview.state == WAITING and launch is not None and launch.after:
+        yield f"  waiting    until {launch.after} has finished"
+    if overview.ended is not None:
+        # The process that failed first says why; the others only that they lost it.
+        error = overview.ended.errors[0].error.strip().splitlines() if overview.ended.errors else []
+        reason = error[-1] if error else overview.ended.reason
+        yield f"  ended      {overview.ended.outcome}{f': {reason}' if reason else ''}"
+    if experiment.results.progress is not None:
+        yield f"  committed  {experiment.results.progress} (start {len(experiment.starts)})"
+    yield from _format_values(overview)
+    yield f"  disk       {shown_bytes(overview.used_bytes)} used, {shown_bytes(overview.free_bytes)} free"
+    if experiment.status.updated:
+        yield f"  updated    {experiment.status.updated}"
+    yield f"  log        {experiment.paths.log_file}"
+
+
+def _format_live_run(owner: RunOwner, status: Status) -> Iterator[str]:
+    process = owner.content
+    age = owner.seconds_since_heartbeat
+    job = f", job {process['job']}" if process.get("job") else ""
+    yield f"  running    pid {process.get('pid')} on {process.get('host')}{job} since {process.get('started')}"
+    yield f"  alive      {'no heartbeat yet' if age is None else f'last heartbeat {age:.0f} s ago'}"
+    if status.progress is None:
+        yield "  now        starting"
+        return
+    total = "" if status.num_steps is None else f" of {status.num_steps}"
+    rate = f", {1 / status.step_seconds:.3g} steps/s" if status.step_seconds else ""
+    yield f"  now        {status.progress}{total}{rate}"
+    if status.epoch_eta_seconds is not None:
+        # Without a last epoch, the time left is that of the epoch alone.
+        has_end = status.max_epochs and status.eta_seconds is not None
+        whole = f", {shown_duration(status.eta_seconds or 0)} of the experiment" if has_end else ""
+        yield f"  left       {shown_duration(status.epoch_eta_seconds)} of the epoch{whole}"
+
+
+def _format_values(overview: Overview) -> Iterator[str]:
+    """Yield one row per register: the latest value, its course, and the value of the best epoch."""
+    status = overview.experiment.status
+    best = status.best
+    rows = [("", "last", "", f"best (epoch {best.epoch})" if best else "")]
+    for register, value in status.last.items():
+        means = overview.validation.get(register, [])
+        course = sparkline([float("nan") if mean is None else mean for mean in means])
+        best_value = shown_value(best.values.get(register)) if best else ""
+        rows.append((f"  {register}", shown_value(value), course, best_value))
+    if len(rows) > 1:
+        yield from table(rows)

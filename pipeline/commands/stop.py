@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import time
 
-from pipeline.arguments import command_line
+from pipeline.command_lines import run_line
 from pipeline.errors import StateConflict
 from pipeline.lifecycle.mode import check_known
-from pipeline.monitoring.experiment_state import RUNNING, STARTING, WAITING, state_of
-from pipeline.monitoring.launch_record import launch_facts
+from pipeline.lifecycle.starts import last_num_processes
+from pipeline.monitoring.experiment_state import RUNNING, STARTING, read_liveness, state_of
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import find_stop_file
 from pipeline.system.files import replace_text
@@ -34,33 +34,30 @@ def execute(arguments: argparse.Namespace) -> int:
     everything = [ExperimentPaths(data_home(arguments.data_home), name) for name in arguments.experiments]
     for paths in everything:
         check_known(paths)
-        if arguments.wait:
-            _wait_for_start(paths)
+        while arguments.wait and state_of(paths) == STARTING:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
         _check_running(paths)
+    # Only when all of them can be stopped is one of them asked.
     for paths in everything:
-        _ask(paths, arguments.after)
+        _request_stop(paths, arguments.after)
         print(f"{paths.name}: asked to stop after the current {arguments.after}; it will be resumable")
     while arguments.wait and any(state_of(paths) == RUNNING for paths in everything):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     for paths in everything if arguments.wait else ():
         print(f"{paths.name}: {state_of(paths)}")
-        print(f"  to continue: {command_line(paths.name, paths.home, '--auto')}")
+        print(f"  to continue: {run_line(paths.name, paths.home, '--auto', num_processes=last_num_processes(paths))}")
     return 0
 
 
-def _wait_for_start(paths: ExperimentPaths) -> None:
-    while state_of(paths) == STARTING:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def _ask(paths: ExperimentPaths, after: str) -> None:
-    """Leave a request where no other run will find it; one that has only just taken the lock is waited for."""
+def _request_stop(paths: ExperimentPaths, after: str) -> None:
+    """Write the request into the claim of the live run, where no other run will find it."""
     while True:
+        # A run that has only just taken the lock has no claim yet: there is nowhere to put a request, so wait for it.
         stop_file = find_stop_file(paths)
-        # Between the two looks the run may have ended, and its claim with it.
+        # The run may end before the request is written, and its claim with it.
         with contextlib.suppress(FileNotFoundError):
             if stop_file is not None:
-                # Whole at once: the run may look at any moment.
+                # Written as a whole: the run may read it at any moment.
                 replace_text(stop_file, f"{after}\n")
                 return
         _check_running(paths)
@@ -68,13 +65,14 @@ def _ask(paths: ExperimentPaths, after: str) -> None:
 
 
 def _check_running(paths: ExperimentPaths) -> None:
-    state = state_of(paths)
-    if state in (STARTING, WAITING):
-        launch = launch_facts(paths)
-        end = f"scancel {launch['job']}" if "job" in launch else f"kill -- -{launch.get('pid')}"
+    liveness = read_liveness(paths)
+    launch = liveness.launch
+    if launch is not None:
+        # A launch is a session of its own, so its process group has all that it started.
+        command = f"scancel {launch.job}" if launch.job else f"kill -- -{launch.pid}"
         raise StateConflict(
-            f"{paths.name!r} is {state} and has nothing to commit.\n"
-            f"  fix: wait for it, or end what was launched with: {end}"
+            f"{paths.name!r} is {liveness.state} and has nothing to commit.\n"
+            f"  fix: wait for it, or end what was launched with: {command}"
         )
-    if state != RUNNING:
-        raise StateConflict(f"No run of {paths.name!r} is alive: it is {state}.")
+    if liveness.state != RUNNING:
+        raise StateConflict(f"No run of {paths.name!r} is alive: it is {liveness.state}.")

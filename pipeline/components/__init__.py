@@ -1,4 +1,8 @@
-"""The author's vocabulary: the contracts an experiment fills in and policies that are ready to use."""
+"""The author's vocabulary: contracts that an experiment implements, and ready policies.
+
+One file per kind of pymodule, however short, so that an author finds a contract under the name of the pymodule.
+Experiments import from this package only.
+"""
 
 from pipeline.components.checkpoint_savers import (
     BaseCheckpointSaver,

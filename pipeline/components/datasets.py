@@ -1,4 +1,4 @@
-"""Datasets and the transforms of their points."""
+"""Datasets and data transforms: points as dicts, and what is done to each before it is collated."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+# The keys and types of a point are the author's choice.
 DataPoint = dict[str, Any]
 
 
 class BaseDataset(Dataset[DataPoint]):
-    """A dataset of dict points that knows its splits.
+    """A map-style dataset whose points are dicts, and which knows its splits.
 
-    Define ``__getitem__(idx)`` and ``get_split_idxs(split)``. Define ``getitem_metadata(idx)`` if a data
-    counter uses the dataset. A dataset that can fetch many points at once may define ``__getitems__(idxs)``.
+    Define ``__getitem__(idx)`` and ``get_split_idxs(split)``. Define ``getitem_metadata(idx)`` as well if a data
+    counter uses the dataset and whole points are slow to load. A dataset that can fetch many points at once may define
+    ``__getitems__(idxs)``.
     """
 
     def __getitem__(self, idx: int) -> DataPoint:
@@ -25,14 +27,14 @@ class BaseDataset(Dataset[DataPoint]):
         raise TypeError(f"{type(self).__name__} must define get_split_idxs(split).")
 
     def getitem_metadata(self, idx: int) -> DataPoint:
-        """Return the light part of a point that counters need; by default the whole point."""
+        """Return the part of a point that data counters need; by default the whole point."""
         return self[idx]
 
 
 class BaseDataTransform:
-    """A transform of one data point; it may edit the point in place or return a new one.
+    """A transform of one data point. It returns a new point, or edits the point in place and may return None.
 
-    It may draw from the generators of python, numpy and torch: they are seeded for every batch.
+    It may draw from the global generators of python, numpy and torch: they are seeded for every batch.
     """
 
     def __call__(self, data_point: DataPoint) -> DataPoint | None:

@@ -1,4 +1,4 @@
-"""Early stoppers: whether the latest evaluation is the best so far, and when to end."""
+"""Early stoppers: whether the latest evaluation is the best so far, and when the experiment ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.components.stateful import Stateful, load_json, save_json
 
 
 class BaseEarlyStopper(Stateful):
-    """Never improves and never stops; override all three methods."""
+    """The contract of an early stopper. This base never improves and never stops: override all three methods."""
 
     def update(self, losses: Losses, loss_weighter: WeighsLosses) -> None:
         """Take the latest evaluation into account; called after each one, epoch 0 included."""
@@ -25,12 +25,12 @@ class BaseEarlyStopper(Stateful):
 
 
 class _PatientEarlyStopper(BaseEarlyStopper):
-    """Stops when a value has not improved for a while.
+    """Stops after ``max_epochs``, or when a value has not improved for ``patience`` evaluations in a row.
 
-    ``startup``: epochs during which waiting does not count. ``patience``: evaluations in a row without
-    improvement after which to stop (None: never). ``max_epochs``: the last epoch in any case.
-    ``abs_tol``, ``rel_tol``: by how much a value must beat the best to count as better.
-    A value that is not finite is never an improvement.
+    ``max_epochs``: the last epoch in any case (None: no limit). ``patience``: None never stops early. ``startup``:
+    epochs at the beginning in which evaluations without improvement do not count. ``abs_tol``, ``rel_tol``: an
+    improvement must be larger than ``abs_tol`` and than ``rel_tol`` times the best value. A value that is not finite is
+    never an improvement.
     """
 
     direction = "min"
@@ -59,18 +59,18 @@ class _PatientEarlyStopper(BaseEarlyStopper):
         self.improved = False
 
     def value(self, losses: Losses, loss_weighter: WeighsLosses) -> float | None:
-        """Return the latest value to judge, or None if nothing was evaluated."""
+        """Return the value of the latest evaluation, or None if nothing was evaluated."""
         raise TypeError(f"{type(self).__name__} must define value(losses, loss_weighter).")
 
     def update(self, losses: Losses, loss_weighter: WeighsLosses) -> None:
         self.epoch = num_finished_epochs(losses)
         num_evaluations = max((len(record.epochs) for record in losses["val"].values()), default=0)
         self.improved = False
-        if num_evaluations > self.num_evaluations:
-            self.num_evaluations = num_evaluations
-            self._judge(self.value(losses, loss_weighter))
-
-    def _judge(self, value: float | None) -> None:
+        # With evaluation_interval 0, updates come after training epochs: there is nothing new to judge.
+        if num_evaluations <= self.num_evaluations:
+            return
+        self.num_evaluations = num_evaluations
+        value = self.value(losses, loss_weighter)
         self.improved = value is not None and self._is_better(value)
         if self.improved:
             self.best = value
@@ -97,6 +97,7 @@ class _PatientEarlyStopper(BaseEarlyStopper):
         return out_of_epochs or out_of_patience
 
     def save(self, folder: Path) -> None:
+        # Only what changes: the arguments come from the pymodule, so that an accepted edit of it takes effect.
         names = ("epoch", "num_evaluations", "num_waiting", "best", "best_epoch", "improved")
         save_json(folder, {name: getattr(self, name) for name in names})
 
@@ -113,7 +114,7 @@ class WeightedLossEarlyStopper(_PatientEarlyStopper):
 
 
 class RegisterEarlyStopper(_PatientEarlyStopper):
-    """Judges by the validation mean of one register, in the direction its settings give."""
+    """Judges by the validation mean of one register, in the ``direction`` of its settings."""
 
     def __init__(
         self,
@@ -130,5 +131,6 @@ class RegisterEarlyStopper(_PatientEarlyStopper):
 
     def value(self, losses: Losses, loss_weighter: WeighsLosses) -> float | None:
         record = losses["val"][self.register]
+        # A setting of the register, so it is not known before there are losses.
         self.direction = record.direction
         return record.epoch_means[-1] if record.epoch_means else None

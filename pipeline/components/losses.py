@@ -1,21 +1,28 @@
-"""The losses a component sees: recorded, unweighted, summed over all processes."""
+"""The losses that components see: recorded, unweighted, summed over all ranks."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 
+def _new_floats() -> array[float]:
+    return array("d")
+
+
+def _new_integers() -> array[int]:
+    return array("q")
+
+
 @dataclass
 class LossRecord:
-    """What one register recorded in one split.
+    """The values of one register in one split.
 
-    ``epoch_…`` have one entry per finished epoch (``epochs`` lists them), ``step_…`` one per step of the
-    running training epoch. A mean is a total divided by the number of items. Steps that were skipped
-    because a loss or gradient was not finite have a NaN mean and do not count in the epoch's values.
+    ``epoch_…`` have one entry per finished epoch, whose numbers are in ``epochs``; ``step_…`` have one entry per step
+    of the running training epoch. A mean is a total divided by a number of items. A step that was skipped because a
+    loss or gradient was not finite has a NaN mean and does not count in the values of the epoch.
     """
 
     optimize: bool = True
@@ -24,9 +31,10 @@ class LossRecord:
     epoch_means: list[float] = field(default_factory=list)
     epoch_totals: list[float] = field(default_factory=list)
     epoch_items: list[int] = field(default_factory=list)
-    step_means: array[float] = field(default_factory=lambda: array("d"))
-    step_totals: array[float] = field(default_factory=lambda: array("d"))
-    step_items: array[int] = field(default_factory=lambda: array("q"))
+    # Arrays, because an epoch may have many steps: a list of floats takes four times the memory.
+    step_means: array[float] = field(default_factory=_new_floats)
+    step_totals: array[float] = field(default_factory=_new_floats)
+    step_items: array[int] = field(default_factory=_new_integers)
 
     def add_step(self, total: float, items: int) -> None:
         self.step_means.append(mean(total, items))
@@ -43,11 +51,12 @@ class LossRecord:
         del self.step_means[:], self.step_totals[:], self.step_items[:]
 
 
+# By split ("train", "val", "test"), then by register.
 Losses = dict[str, dict[str, LossRecord]]
 
 
 class WeighsLosses(Protocol):
-    """Anything that knows the weight of a register."""
+    """Any object that returns the weight of a register; a loss weighter need not inherit from ``BaseLossWeighter``."""
 
     def get_loss_weight(self, register: str) -> float: ...
 
@@ -64,15 +73,12 @@ def num_finished_epochs(losses: Losses) -> int:
 def weighted_loss(losses: Losses, loss_weighter: WeighsLosses) -> float | None:
     """Return the weighted sum of the latest validation means of the optimised registers.
 
-    None where nothing was ever evaluated; NaN where any of the means is.
+    None if nothing was evaluated yet; NaN if any of the means is NaN.
     """
-    return _sum(
+    weighted_means = [
         loss_weighter.get_loss_weight(register) * record.epoch_means[-1]
         for register, record in losses["val"].items()
         if record.optimize and record.epoch_means
-    )
-
-
-def _sum(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return sum(found) if found else None
+    ]
+    # An empty sum would be 0, which early stoppers would take for the best loss.
+    return sum(weighted_means) if weighted_means else None

@@ -1,4 +1,4 @@
-"""Module transforms: from a batch to losses."""
+"""Module transforms: run the modules on a batch and return its losses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
 
-    The same object serves training and evaluation; ``module.training`` distinguishes them. It may also define
-    ``predict(batch, modules)``, which returns ``{name: values}``, one entry per item, for ``evaluate --out``.
+    The same object serves training and evaluation; ``module.training`` distinguishes them. Two more methods are
+    optional: ``predict(batch, modules)`` returns ``{name: values}``, one entry per item, for ``evaluate --out``;
+    ``images(batch, modules)`` returns ``{name: image}`` for people to look at.
     """
 
     def __init__(self, data_counters: dict[str, Any], device: torch.device, logger: logging.Logger) -> None:
@@ -21,5 +22,6 @@ class BaseModuleTransform:
         self.device = device
         self.logger = logger
 
+    # What a batch is depends on the author's collate_fn.
     def __call__(self, batch: Any, modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} must define __call__(batch, modules).")

@@ -1,10 +1,9 @@
-"""Schedulers: how learning rates change."""
+"""Schedulers: how learning rates change during the training."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,27 +14,27 @@ from pipeline.serialization.torch_files import load_tensors
 
 
 class BaseScheduler(Stateful):
-    """Leaves the learning rates alone; override what the policy needs.
+    """The contract of a scheduler. This base leaves the learning rates alone: override what the policy needs.
 
-    ``initialize`` is called once in the life of an experiment, the others in every epoch from
-    ``scheduler_start_epoch`` on, on every rank.
+    ``initialize`` is called once in the life of an experiment, not at a resume. The others are called in every epoch
+    from ``scheduler_start_epoch`` on. All are called on every rank.
     """
 
     def initialize(self, start_epoch: int) -> None:
-        """Called before the first epoch, with the epoch from which on the scheduler acts."""
+        """Called before the first epoch, with the first epoch in which the scheduler acts."""
 
     def before_train_epoch(self, num_steps: int) -> None:
         """Called before the first step of an epoch of ``num_steps`` steps."""
 
     def after_train_step(self, step: int) -> None:
-        """Called after each step with its number, from 1."""
+        """Called after each step with its number in the epoch, which starts at 1."""
 
     def after_train_epoch(self) -> None:
         """Called after the last step of an epoch."""
 
 
 class TorchScheduler(BaseScheduler):
-    """Adapts any class of ``torch.optim.lr_scheduler``, stepped once per ``"step"`` or ``"epoch"``."""
+    """Adapts a scheduler of ``torch.optim.lr_scheduler``, stepped once per ``"step"`` or per ``"epoch"``."""
 
     def __init__(self, torch_scheduler: LRScheduler, per: str = "epoch") -> None:
         if per not in ("step", "epoch"):
@@ -44,16 +43,19 @@ class TorchScheduler(BaseScheduler):
             raise ValueError("ReduceLROnPlateau needs a metric, which schedulers do not see; write a BaseScheduler.")
         self.torch_scheduler = torch_scheduler
         self.per = per
+        # True from the first epoch until the scheduler's own first epoch.
         self.is_waiting = False
 
     def initialize(self, start_epoch: int) -> None:
-        """Undo the rate that torch's schedulers set when they are created, until their time has come."""
+        # torch's schedulers set their first learning rate when they are created. Undo it until the scheduler acts.
         self.is_waiting = start_epoch > 1
-        for group in self.torch_scheduler.optimizer.param_groups if self.is_waiting else ():
-            group["lr"] = group["initial_lr"]
+        if self.is_waiting:
+            for group in self.torch_scheduler.optimizer.param_groups:
+                group["lr"] = group["initial_lr"]
 
     def before_train_epoch(self, num_steps: int) -> None:
         if self.is_waiting:
+            # The scheduler's first epoch: apply the rates that ``initialize`` has undone.
             self.is_waiting = False
             rates = self.torch_scheduler.get_last_lr()
             for group, rate in zip(self.torch_scheduler.optimizer.param_groups, rates, strict=True):
@@ -78,10 +80,10 @@ class TorchScheduler(BaseScheduler):
 
 
 class WarmupScheduler(BaseScheduler):
-    """Raises the learning rates step by step to their full value, then hands over to another scheduler.
+    """Raises the learning rates linearly, step by step, to their full value; then the scheduler ``then`` acts.
 
-    ``warmup_epochs`` may be a fraction of an epoch; the first step uses ``start_factor`` times the full
-    rate. Put a second WarmupScheduler or any other scheduler behind it to build longer sequences.
+    ``warmup_epochs`` may be a fraction. The first step uses ``start_factor`` times the full rate. ``then`` may be any
+    scheduler, also another WarmupScheduler, to build longer sequences.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class WarmupScheduler(BaseScheduler):
         self.optimizer = optimizer
         self.warmup_epochs = warmup_epochs
         self.start_factor = start_factor
-        self.then: Any = then or BaseScheduler()
-        # A torch scheduler behind this one may have lowered the rates already when it was created.
+        self.then = then or BaseScheduler()
+        # ``initial_lr`` first: a torch scheduler in ``then`` may have changed the rates when it was created.
         self.full_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.num_epochs = 0
         self.num_steps = 1
@@ -105,6 +107,7 @@ class WarmupScheduler(BaseScheduler):
         return self.num_epochs < self.warmup_epochs
 
     def initialize(self, start_epoch: int) -> None:
+        # ``then`` acts in whole epochs, so it waits for the end of an epoch that is partly warm-up.
         self.then.initialize(start_epoch + math.ceil(self.warmup_epochs))
 
     def before_train_epoch(self, num_steps: int) -> None:
@@ -121,14 +124,16 @@ class WarmupScheduler(BaseScheduler):
             self.then.after_train_step(step)
 
     def after_train_epoch(self) -> None:
+        # Asked before counting: the epoch that ends here decides, not the next one.
         was_warming_up = self.is_warming_up
         self.num_epochs += 1
         if not was_warming_up:
             self.then.after_train_epoch()
 
     def _set_rates(self, step: int) -> None:
-        done = min(1.0, (self.num_epochs + step / self.num_steps) / self.warmup_epochs)
-        factor = self.start_factor + (1 - self.start_factor) * done
+        # At most 1: a warm-up of a fraction of an epoch ends before the epoch does.
+        completed = min(1.0, (self.num_epochs + step / self.num_steps) / self.warmup_epochs)
+        factor = self.start_factor + (1 - self.start_factor) * completed
         for group, rate in zip(self.optimizer.param_groups, self.full_rates, strict=True):
             group["lr"] = rate * factor
 

@@ -1,4 +1,4 @@
-"""Trackers: mirrors in which people watch a run."""
+"""Trackers: services in which people watch a run. They mirror the results, which are the truth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Point(NamedTuple):
 
 
 class Image(NamedTuple):
-    """One picture, as the bytes of a PNG file."""
+    """One image, as the bytes of a PNG file."""
 
     tag: str
     step: int
@@ -25,7 +25,7 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows about the run it shows; the same ``run_id`` at every start of an experiment."""
+    """What a tracker knows about its run; ``run_id`` is the same at every start of an experiment."""
 
     experiment: str
     run_id: str
@@ -35,22 +35,22 @@ class TrackedRun:
 
 
 class BaseTracker:
-    """Shows committed values somewhere; lives on rank zero, and is left behind with a warning if it raises.
+    """Shows committed values somewhere. It runs on rank 0; if it raises, the run warns and continues without it.
 
-    Every point is handed over in the order of its steps, once in the life of a process. Those from
-    ``run.first_step`` on are handed over again by each start: a tracker forgets what it has from there on, or
-    skips what it has already.
+    Points come in the order of their steps, each once per start. Every start sends the points from ``run.first_step``
+    on again, because the last ones before a kill may not have been published: a tracker drops what it has from that
+    step on, or skips what it already has.
     """
 
     def begin(self, run: TrackedRun) -> int | None:
-        """Get ready; may return an earlier step, if points from there on have been lost and are wanted again."""
+        """Prepare; return an earlier step if points from there on were lost and must be sent again, else None."""
         return None
 
     def publish(self, points: list[Point]) -> None:
-        """Show points, all of which are committed."""
+        """Show points. All of them are committed."""
 
     def publish_images(self, images: list[Image]) -> None:
-        """Show images, all of which belong to committed evaluations."""
+        """Show images. All of them belong to committed evaluations."""
 
     def close(self) -> None:
-        """Finish; called when a run ends by itself, not when it fails or is killed."""
+        """Finish. Called when a run ends regularly, not when it fails or is killed."""

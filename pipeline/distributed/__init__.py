@@ -1,1 +1,1 @@
-"""The ranks of one run: how they meet, communicate, watch and compare each other. Nothing here knows experiments."""
+"""The ranks of one run: rendezvous, collectives, peer monitor and comparison. Nothing here knows experiments."""

@@ -1,4 +1,4 @@
-"""Agreement of ranks: values that must be the same on every rank, compared by name."""
+"""Agreement of ranks: compares named values that must be the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,46 +13,44 @@ Values = Mapping[str, Hashable]
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that is not the same on every rank: its name, and the ranks that agree with each other."""
+    """A value that is not the same on every rank: its name, and the groups of ranks with equal values."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        most, *others = sorted(self.groups, key=len, reverse=True)
+        majority, *others = sorted(self.groups, key=len, reverse=True)
         deviating = sorted(rank for group in others for rank in group)
-        if len(most) == 1:
-            return f"{_shown_ranks(sorted([*most, *deviating]))} differ in {self.name}"
+        # If no two ranks agree, there is no majority to differ from.
+        if len(majority) == 1:
+            return f"{_list_ranks(sorted([*majority, *deviating]))} differ in {self.name}"
         verb = "differs" if len(deviating) == 1 else "differ"
-        return f"{_shown_ranks(deviating)} {verb} from {_shown_ranks(list(most))} in {self.name}"
+        return f"{_list_ranks(deviating)} {verb} from {_list_ranks(list(majority))} in {self.name}"
 
 
 def find_differences(processes: Processes, values: Values) -> list[Difference]:
-    """Return what is not the same on all ranks, in the order of rank zero's values; the same list on every rank.
-
-    Ranks exchange one digest. The values themselves travel only if the digests differ.
-    """
+    """Return the values that differ between ranks, in the order of rank 0's values; the same list on every rank."""
     if processes.world_size == 1:
         return []
+    # One digest per rank is enough as long as all agree, which is nearly always. Only otherwise the values travel.
     digest = hashlib.sha256(repr(list(values.items())).encode()).digest()
     digests = processes.gather(digest)
     if all(other == digests[0] for other in digests):
         return []
-    everyone = processes.gather(dict(values))
-    names = dict.fromkeys(name for one in everyone for name in one)
-    found = [Difference(name, _groups([one.get(name, "missing") for one in everyone])) for name in names]
-    return [difference for difference in found if len(difference.groups) > 1]
+    values_by_rank = processes.gather(dict(values))
+    # A dict keeps the order of the names and drops repeated ones, which a set would not do.
+    names = dict.fromkeys(name for rank_values in values_by_rank for name in rank_values)
+    differences = []
+    for name in names:
+        ranks_by_value: dict[Hashable, list[int]] = {}
+        for rank, rank_values in enumerate(values_by_rank):
+            ranks_by_value.setdefault(rank_values.get(name, "missing"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            differences.append(Difference(name, tuple(tuple(group) for group in ranks_by_value.values())))
+    return differences
 
 
-def _groups(values: list[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that have equal values."""
-    ranks: dict[Hashable, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return tuple(tuple(group) for group in ranks.values())
-
-
-def _shown_ranks(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,6 +1,6 @@
-"""Refuses collectives that an author's code calls inside a batch.
+"""Refuses collectives that the code of an experiment calls inside a batch.
 
-Ranks run different batches, and different numbers of them. A collective inside one would wait for ranks that never
+Ranks run different batches, and different numbers of them. A collective inside a batch would wait for ranks that never
 call it, until the timeout of the process group ends the run.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from pipeline.errors import PipelineError
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -36,33 +38,34 @@ _COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
-# The file whose code is running a batch, if any is.
-_running: list[str] = []
+# The files whose code is running a batch, innermost last; empty while the pipeline's own code runs.
+_files_in_batch: list[str] = []
 
 
 @contextmanager
 def collectives_refused(where: str) -> Iterator[None]:
-    """Raise at once if code in this block, which belongs to the file ``where``, calls a collective."""
-    _running.append(where)
+    """Make collectives raise inside this block, which runs code of the file ``where``."""
+    _files_in_batch.append(where)
     try:
         yield
     finally:
-        _running.pop()
+        _files_in_batch.pop()
 
 
 def guard_collectives() -> None:
-    """Let the functions of torch.distributed know about the blocks above; called once per process."""
+    """Wrap the collectives of torch.distributed so that ``collectives_refused`` takes effect; call it once."""
+    # As attributes of the module, because an author's code finds them there, and so does torch's SyncBatchNorm.
     for name in _COLLECTIVES:
-        setattr(dist, name, _guarded(name, getattr(dist, name)))
+        setattr(dist, name, _guard(name, getattr(dist, name)))
 
 
-def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guard(name: str, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        if _running:
+    def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        if _files_in_batch:
             raise PipelineError(
-                f"{_running[-1]} must compute with its own batch alone, but calls torch.distributed.{name}: ranks run "
-                "different batches, and different numbers of them, so that it would wait for ever.\n"
+                f"{_files_in_batch[-1]} must compute with its own batch alone, but calls torch.distributed.{name}: "
+                "ranks run different batches, and different numbers of them, so that it would wait for ever.\n"
                 "  fix: remove the call. For BatchNorm over all ranks, set sync_batchnorm in settings/training.json; "
                 "sums and means over ranks are what loss registers record."
             )

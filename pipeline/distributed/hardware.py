@@ -1,4 +1,4 @@
-"""What bits depend on besides code and data: devices, vector units, threads and libraries, compared over ranks."""
+"""What bits depend on besides code and data: devices, vector units, threads and libraries; compared between ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeline.errors import InvalidExperiment, Problem
 from pipeline.system.accelerators import cpu_model, device_name
 from pipeline.system.formatting import shown_by_rank
 
-# Variables that pin the vector instructions of oneDNN, MKL, numpy and OpenBLAS. ATEN_CPU_CAPABILITY is not among them
-# because torch reports its effect as the capability.
+# Environment variables that fix the vector instructions of oneDNN, MKL, numpy and OpenBLAS. ATEN_CPU_CAPABILITY is not
+# among them because torch reports its effect (``cpu_capability``).
 _CPU_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -37,7 +37,7 @@ _SAME_VERSIONS = "install the same versions on every machine"
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank computes with; None where something cannot be read or is not used."""
+    """What one rank computes with; None for what cannot be read or is not used."""
 
     device: str
     cpu: str
@@ -54,7 +54,8 @@ class Hardware:
 
 
 def describe_hardware(device: torch.device) -> Hardware:
-    """Return what this rank computes with, as it is set now."""
+    """Return what this rank computes with at this moment."""
+    # torch has no other interface to the versions of MKL and oneDNN than this text.
     config = torch.__config__.show()
     is_cuda = device.type == "cuda"
     return Hardware(
@@ -67,19 +68,19 @@ def describe_hardware(device: torch.device) -> Hardware:
         numpy=numpy.__version__,
         mkl=_find(r"Math Kernel Library Version (.+?)(?: for |$)", config),
         onednn=_find(r"(?:MKL-DNN|oneDNN) v(\S+)", config),
-        blas=_blas_of_numpy(),
+        blas=_describe_numpy_blas(),
         cuda=(torch.version.cuda or torch.version.hip) if is_cuda else None,
         cudnn=str(torch.backends.cudnn.version()) if is_cuda else None,
     )
 
 
 def _find(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text, re.MULTILINE)
-    return found.group(1) if found else None
+    match = re.search(pattern, text, re.MULTILINE)
+    return match.group(1) if match else None
 
 
-def _blas_of_numpy() -> str | None:
-    """Return name and version of the BLAS that numpy was built with, if it says so."""
+def _describe_numpy_blas() -> str | None:
+    """Return name and version of the BLAS that numpy was built with, if numpy reports them."""
     try:
         blas = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
         return f"{blas['name']} {blas['version']}"
@@ -88,14 +89,15 @@ def _blas_of_numpy() -> str | None:
 
 
 def compare_hardware(processes: Processes, *, is_exact: bool) -> str:
-    """Refuse ranks that compute with unequal things if the run is exact; otherwise return a warning, empty if equal."""
+    """Raise if ranks compute with unequal hardware or libraries and the run is exact; else return a warning or ""."""
     ranks = [asdict(hardware) for hardware in processes.gather(describe_hardware(processes.device))]
     values = {name: [rank[name] for rank in ranks] for name in ranks[0]}
     if values["cpu"] == values["device"]:
-        # On a CPU both names say the same.
+        # Without accelerators both are the model of the CPU, which should be reported once.
         del values["cpu"]
     unequal = {name: shown_by_rank(values[name]) for name in values if len(set(values[name])) > 1}
     if unequal and is_exact:
+        # Shared: every rank has gathered the same values, so rank 0 alone reports the problems.
         raise InvalidExperiment(
             [
                 Problem(

@@ -1,4 +1,4 @@
-"""This process among the others."""
+"""The process group: this rank among the others, and what ranks send each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pipeline.arguments import has_launcher
+from pipeline.command_lines import has_launcher
 from pipeline.distributed.collectives import guard_collectives
 from pipeline.distributed.peer_monitor import OnLoss, PeerMonitor, has_several_machines, seconds_until_lost
 from pipeline.distributed.rendezvous import has_twins, meet
@@ -29,12 +29,13 @@ from pipeline.system.accelerators import (
     shared_device_error,
 )
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-_SECONDS_OF_PATIENCE = 5.0
-# Up to here the time a sum takes is that of its messages, not of its bytes.
-_LITTLE = 1 << 20
-# The last is what gloo says to everyone who asks again after it has waited in vain.
-_WORDS_OF_LOSS = ("gloo", "Connection closed by peer", "Application timeout caused pair closure")
+_MAX_SECONDS_TO_ASK = 5.0
+# Up to this size the latency of messages decides how long an all-reduce takes, not the number of bytes.
+_MAX_EXCHANGED_BYTES = 1 << 20
+# Messages of gloo about a lost peer. The last one is raised by every call after one that has timed out.
+_LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Application timeout caused pair closure")
 TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 
 
@@ -42,25 +43,25 @@ TIMEOUT_VARIABLE = "GORIDEEPSTYLE_TIMEOUT_MINUTES"
 class Processes:
     """This rank among the others.
 
-    One process without torchrun is a group of one: every method then answers without communication.
+    One process without torchrun is a group of one; all methods then return without communication.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
     store: Store | None = None
-    # Why the device is the CPU, where that is worth saying.
+    # Why the device is the CPU although there may be a GPU; shown when a run starts.
     device_reason: str = ""
 
     @classmethod
     def join(cls, wanted_device: str | None = None) -> Processes:
-        """Join the process group torchrun describes; alone, join nothing."""
+        """Join the process group that torchrun describes; without torchrun, return a group of one."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
             chosen = choose_device(wanted_device)
             timeout = longest_wait()
         except PipelineError as error:
-            # Every rank finds the same before it can talk to the others.
+            # Ranks cannot communicate yet, but all of them find the same problem: shared, so rank 0 alone reports it.
             raise error.shared() from None
         device = chosen.device
         rank = int(os.environ.get("RANK", "0"))
@@ -68,6 +69,7 @@ class Processes:
         if world_size > 1:
             store = meet(rank, world_size, timeout)
             guard_collectives()
+            # Before init_process_group, in which NCCL connects and would fail.
             if has_twins(store, world_size, device_identity(device)):
                 raise shared_device_error().shared()
             dist.init_process_group(
@@ -81,7 +83,8 @@ class Processes:
         return cls(rank, world_size, device, store, chosen.reason)
 
     def watch_peers(self, on_loss: OnLoss) -> PeerMonitor:
-        """Call ``on_loss`` from a thread when a collective would wait in vain for another machine or process."""
+        """Call ``on_loss`` from a thread when a peer is lost for which a collective would wait."""
+        # gloo itself reports a process that ended; the collectives of accelerators do not (see peer_monitor).
         has_accelerator = self.device != CPU
         monitor = PeerMonitor(seconds_until_lost(longest_wait()), on_loss, watches_processes=has_accelerator)
         if self.store is not None and (has_accelerator or has_several_machines()):
@@ -94,7 +97,7 @@ class Processes:
 
     @property
     def has_joined(self) -> bool:
-        """Return whether there are others, and they can be talked to."""
+        """Return whether the process group exists, so that ranks can communicate."""
         return dist.is_initialized()
 
     @property
@@ -103,7 +106,7 @@ class Processes:
 
     @property
     def was_restarted(self) -> bool:
-        """Return whether torchrun has started this process again after a failure."""
+        """Return whether torchrun has restarted this process after a failure."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
     @property
@@ -111,144 +114,155 @@ class Processes:
         return "none" if self.world_size == 1 else str(dist.get_backend())
 
     def is_first(self, what: str) -> bool:
-        """Return whether this is the first process of all to say so; one that cannot ask must take itself for it."""
+        """Return whether this is the first process to ask about ``what``; also True if the store does not answer."""
         answers: list[int] = []
+
+        def ask(store: Store) -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(store.add(f"first_{what}", 1))
+
         if self.store is not None:
-            # A store on a machine that cannot be reached any more never answers, whatever its timeout is.
-            asking = Thread(target=_ask, args=(self.store, f"first_{what}", answers), daemon=True)
-            asking.start()
-            asking.join(_SECONDS_OF_PATIENCE)
+            # In a thread: if the machine of the store is lost, the call never returns, whatever its timeout is.
+            thread = Thread(target=ask, args=(self.store,), daemon=True)
+            thread.start()
+            thread.join(_MAX_SECONDS_TO_ASK)
+        # Rather two reports of a failure than none.
         return not answers or answers[0] == 1
 
     def barrier(self) -> None:
         self.gather(None)
 
     def broadcast(self, value: Result) -> Result:
-        """Return rank zero's value on every rank."""
+        """Return rank 0's value on every rank."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=CPU)
-        return box[0]
+        values = [value]
+        # Through host memory, whatever the device is.
+        dist.broadcast_object_list(values, src=0, device=CPU)
+        return values[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Give a tensor the values that it has on rank zero, in place."""
+        """Overwrite a tensor by its values on rank 0, in place."""
         if self.world_size > 1 and tensor.numel():
-            sent = tensor.detach().contiguous().reshape(-1)
-            # As bytes: backends do not know all types.
-            dist.broadcast(sent.view(torch.uint8), src=0)
-            tensor.detach().copy_(sent.view_as(tensor))
+            values = tensor.detach().contiguous().reshape(-1)
+            # As bytes, because backends do not support all dtypes.
+            dist.broadcast(values.view(torch.uint8), src=0)
+            tensor.detach().copy_(values.view_as(tensor))
 
     def gather(self, value: Result) -> list[Result]:
         """Return every rank's value on every rank, in rank order."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        # Placeholders, of which every one is replaced.
+        values = [value] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def gather_on_rank_zero(self, value: Result) -> list[Result]:
-        """Return every rank's value on rank zero, in rank order, and nothing on the others."""
+        """Return every rank's value on rank 0, in rank order, and an empty list on the others."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
+        values = [value] * self.world_size if self.is_rank_zero else None
         dist.gather_object(value, values, dst=0)
         return values or []
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add a tensor over all ranks, in place."""
+        """All-reduce a tensor by addition, in place."""
         self.all_reduce_async(tensor)()
         return tensor
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Begin to add a tensor over all ranks, in place; returns what waits for the end."""
+        """Begin to all-reduce a tensor by addition, in place; return a function that waits for the result."""
         if self.world_size == 1:
-            return lambda: None
-        if self.world_size == 2 and tensor.device == CPU and tensor.nbytes <= _LITTLE:
-            return self._begin_sum_of_two(tensor)
-        # What dist.all_reduce does at last; its own checks take half of the time.
-        return _everyone().allreduce([tensor]).wait  # type: ignore[no-any-return]
-
-    def _begin_sum_of_two(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """All-reduce small tensors between two ranks by send and recv: bit-identical, and faster than gloo's ring."""
-        own = tensor.contiguous()
+            return _return_at_once
+        # The group's own methods, in which those of torch.distributed end: their checks take half of the time.
+        group = dist.group.WORLD
+        assert group is not None
+        if self.world_size > 2 or tensor.device != CPU or tensor.nbytes > _MAX_EXCHANGED_BYTES:
+            return group.allreduce([tensor]).wait
+        # Two ranks exchange small tensors, and each adds them: a + b and b + a have the same bits, and gloo's ring
+        # takes two to three times as long. From three ranks on, the order of additions matters: they keep the ring.
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
         peer = 1 - self.rank
-        other = torch.empty_like(own)
-        under_way = [_everyone().send([own], peer, 0), _everyone().recv([other], peer, 0)]
+        pending = [group.send([sent], peer, 0), group.recv([received], peer, 0)]
 
-        def finish() -> None:
-            for work in under_way:
+        def add_received() -> None:
+            for work in pending:
                 work.wait()
-            tensor.add_(other)
+            tensor.add_(received)
 
-        return finish
+        return add_received
 
     def all_reduce_min(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the smallest of each element over all ranks, in place."""
+        """All-reduce a tensor by elementwise minimum, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return tensor
 
     def all_to_all_async(self, sent: torch.Tensor, received: torch.Tensor, num_rows: list[int]) -> Callable[[], object]:
-        """Send an equal share of the rows to each rank, in rank order; rank ``r`` sends ``num_rows[r]`` to each.
+        """Begin to send an equal share of the rows to each rank, in rank order: rank ``r`` sends ``num_rows[r]`` rows.
 
-        Returns what waits for the end; until then the rows must stay as they are.
+        Returns a function that waits for the end. Until then the rows must not change.
         """
         shares = [num_rows[self.rank]] * self.world_size
         work = dist.all_to_all_single(received, sent, num_rows, shares, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
     def any(self, statement: bool) -> bool:
-        """Return, on every rank, whether the statement holds on any."""
+        """Return, on every rank, whether the statement is true on any rank."""
         return any(self.gather(statement))
 
-    def on_rank_zero(self, action: Callable[[], Result]) -> Result:
-        """Let rank zero act for all; every rank gets its answer, or its refusal."""
-        answer, error = self.broadcast(_attempt(action) if self.is_rank_zero else (None, None))
+    def on_rank_zero(
+        self, action: Callable[Parameters, Result], *arguments: Parameters.args, **options: Parameters.kwargs
+    ) -> Result:
+        """Run an action on rank 0; every rank returns its result or raises its PipelineError."""
+        attempt = _attempt(action, *arguments, **options) if self.is_rank_zero else (None, None)
+        answer, error = self.broadcast(attempt)
         if error is not None:
             raise error.shared()
         return answer  # type: ignore[return-value]
 
-    def on_all_ranks(self, action: Callable[[], Result]) -> Result:
-        """Act on every rank; if any rank is refused, all are, with the first refusal."""
-        answer, error = _attempt(action)
-        refusals = [refusal for refusal in self.gather(error) if refusal is not None]
-        if refusals:
-            raise refusals[0].shared()
+    def on_all_ranks(
+        self, action: Callable[Parameters, Result], *arguments: Parameters.args, **options: Parameters.kwargs
+    ) -> Result:
+        """Run an action on every rank; if it raises a PipelineError on any rank, all ranks raise the first one."""
+        answer, error = _attempt(action, *arguments, **options)
+        errors = [refusal for refusal in self.gather(error) if refusal is not None]
+        if errors:
+            raise errors[0].shared()
         return answer  # type: ignore[return-value]
 
 
-def _everyone() -> Any:
-    """Return the group of all processes as torch.distributed's own functions use it, without the checks around them."""
-    return dist.group.WORLD
+def _return_at_once() -> None:
+    """Wait for nothing: the result of a group of one is there."""
 
 
 def longest_wait() -> timedelta:
-    """Return how long a process waits for the others."""
+    """Return the timeout of the process group: how long a rank waits for the others."""
     return timedelta(minutes=number_variable(TIMEOUT_VARIABLE, 30))
 
 
-def _ask(store: Store, key: str, answers: list[int]) -> None:
-    with contextlib.suppress(RuntimeError):
-        answers.append(store.add(key, 1))
-
-
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, PipelineError | None]:
-    """Return the action's answer or its refusal; any other exception ends this process, and so its peers."""
+def _attempt(
+    action: Callable[Parameters, Result], *arguments: Parameters.args, **options: Parameters.kwargs
+) -> tuple[Result | None, PipelineError | None]:
+    """Return the action's result, or its PipelineError as a value that can be sent to other ranks."""
+    # Any other exception is a bug. It ends this process, and the collectives of its peers fail with it.
     try:
-        return action(), None
+        return action(*arguments, **options), None
     except PipelineError as error:
         return None, error
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an exception only says that another process has gone."""
+    """Return whether an exception only reports the loss of another process."""
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS_OF_LOSS)
+    # gloo raises a plain RuntimeError, so only its message distinguishes it from a bug.
+    return isinstance(error, RuntimeError) and any(message in text for message in _LOST_PEER_MESSAGES)
 
 
 def is_silent_peer(error: BaseException) -> bool:
-    """Return whether an exception says that another process was waited for in vain."""
+    """Return whether an exception reports that another process did not answer within the timeout."""
     return is_lost_peer(error) and "timed out waiting" in str(error).lower()

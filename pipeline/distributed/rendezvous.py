@@ -16,11 +16,11 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a store of this very start.
+    """Return a store that only the processes of this start use.
 
-    torchrun may keep the store of the processes before a restart, and with it their addresses: a process that reads
-    one of those waits for ever. Where several torchruns work together, nothing they hand down distinguishes one start
-    from the next, not even the number of restarts. So rank zero draws a name, and gives it to those who ask now.
+    torchrun keeps its store over restarts, with the addresses of dead processes in it. A process that reads one of them
+    waits for ever. With several torchruns, nothing that they pass to their processes distinguishes one start from the
+    next, not even the number of restarts. Therefore rank 0 draws a random prefix and gives it to ranks that ask now.
     """
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -28,47 +28,56 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def receive(store: Store, world_size: int, timeout: timedelta) -> Store:
-    """Answer everyone who asks until all others have come; an answer to a dead process is never read."""
-    name = uuid.uuid4().hex
-    limit = time.monotonic() + timeout.total_seconds()
-    shared = PrefixStore(name, store)
+    """On rank 0: answer questions until all other ranks have joined."""
+    prefix = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    shared = PrefixStore(prefix, store)
     missing = list(range(1, world_size))
-    while missing:
+    while True:
         for rank in missing:
+            # In every round again: the question may be that of a dead process, and the living one may replace it any
+            # time. An answer to a dead process is never read.
             if store.check([f"question_{rank}"]):
-                store.set(f"answer_to_{store.get(f'question_{rank}').decode()}", name)
+                store.set(f"answer_to_{store.get(f'question_{rank}').decode()}", prefix)
+        # Below the prefix, where only processes of this start can write.
         missing = [rank for rank in missing if not shared.check([f"has_come_{rank}"])]
-        if time.monotonic() > limit:
-            raise _not_met(f"of {world_size} processes, rank {', '.join(map(str, missing))} did not come", timeout)
-        time.sleep(_SECONDS_BETWEEN_LOOKS if missing else 0)
-    return shared
+        if not missing:
+            return shared
+        if time.monotonic() > deadline:
+            raise _timeout_error(
+                f"of {world_size} processes, rank {', '.join(map(str, missing))} did not come", timeout
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def ask(store: Store, rank: int, timeout: timedelta) -> Store:
-    """Ask rank zero for the name of the store; it answers to this question and to no older one."""
+    """On the other ranks: ask rank 0 for the prefix and join."""
+    # A random question, so that the answer cannot be one that an earlier rank 0 gave to an earlier process.
     question = uuid.uuid4().hex
     store.set(f"question_{rank}", question)
     try:
-        name = store.get(f"answer_to_{question}").decode()
+        prefix = store.get(f"answer_to_{question}").decode()
     except DistStoreError as error:
-        raise _not_met(f"rank 0 did not answer rank {rank}", timeout) from error
-    shared = PrefixStore(name, store)
+        raise _timeout_error(f"rank 0 did not answer rank {rank}", timeout) from error
+    shared = PrefixStore(prefix, store)
     shared.set(f"has_come_{rank}", "")
     return shared
 
 
 def has_twins(store: Store, world_size: int, identity: str) -> bool:
-    """Return, on all ranks, whether any two of them have the same identity; empty ones do not count."""
+    """Return, on all ranks, whether any two ranks have the same identity; empty identities do not count."""
+    # Through the store, because this must be known before the process group exists.
     if identity and store.add(f"identity_{identity}", 1) > 1:
         store.set("has_twins", "")
+    # ``add`` is atomic, so the last rank to count itself knows that all others have reported.
     if store.add("num_identities", 1) == world_size:
         store.set("has_all_identities", "")
     store.wait(["has_all_identities"])
     return bool(store.check(["has_twins"]))
 
 
-def _not_met(what: str, timeout: timedelta) -> PipelineError:
+def _timeout_error(problem: str, timeout: timedelta) -> PipelineError:
     return PipelineError(
-        f"All processes must meet within {timeout.total_seconds() / 60:g} minutes, but {what}.\n"
+        f"All processes must meet within {timeout.total_seconds() / 60:g} minutes, but {problem}.\n"
         "  fix: look at the output of torchrun on every machine, then run again with --auto."
     )

@@ -1,1 +1,1 @@
-"""What evaluate and export need beyond their arguments."""
+"""What check, evaluate and export need beyond their arguments: batches tried, splits evaluated, modules exported."""

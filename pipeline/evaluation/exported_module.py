@@ -1,4 +1,4 @@
-"""Modules on their way into one file: read from a pool or from a foreign file, and written."""
+"""Modules to be exported: read from a pool or from a foreign file, and written into one file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -22,8 +23,8 @@ from pipeline.store.weight_pools import FROZEN, ModuleFiles, epoch_of, open_comm
 from pipeline.system.disk import Writer
 
 SUFFIXES = (".pt", SAFETENSORS)
-_SHOWN = 10
-_ODD = re.compile(r"[^A-Za-z0-9_-]")
+_MAX_SHOWN = 10
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Exported:
 
     name: str
     source: str
-    weights: Mapping[str, Any]
+    # Tensors, and what a module has added by get_extra_state.
+    weights: Mapping[str, object]
     place: str = ""
     is_foreign: bool = False
     dropped: tuple[str, ...] = ()
@@ -48,86 +50,86 @@ class Exported:
 
     @property
     def num_parameters(self) -> int:
-        return sum(one.numel() for one in self.weights.values() if isinstance(one, torch.Tensor))
+        return sum(value.numel() for value in self.weights.values() if isinstance(value, torch.Tensor))
 
 
 def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, trained_only: bool) -> list[Exported]:
     """Read a pool and the frozen modules, or one module; damaged files are refused by name."""
 
-    def chosen(manifest: Manifest) -> list[tuple[str, str, ModuleFiles]]:
+    def choose_modules(manifest: Manifest) -> list[tuple[str, str, ModuleFiles]]:
         pools = [pool] if trained_only or pool == FROZEN else [FROZEN, pool]
-        found = [(one, *named) for one in pools for named in pool_entries(paths, manifest, one).items()]
-        known = [name for _, name, _ in found]
-        if module not in (None, *known):
-            reason = f"there are {', '.join(known) or 'none'}.{nearest(str(module), known)}"
+        modules = [
+            (origin, name, files) for origin in pools for name, files in pool_entries(paths, manifest, origin).items()
+        ]
+        if module is None:
+            return modules
+        known = [name for _, name, _ in modules]
+        if module not in known:
+            reason = f"there are {', '.join(known) or 'none'}.{nearest(module, known)}"
             raise UsageError(f"{paths.name}:{pool} has no module {module!r}; {reason}")
-        return [one for one in found if module in (None, one[1])]
+        return [(origin, name, files) for origin, name, files in modules if name == module]
 
-    def needed(manifest: Manifest) -> list[Entry]:
-        return [entry for *_, files in chosen(manifest) for entry in files.values()]
+    def choose_entries(manifest: Manifest) -> list[Entry]:
+        return [entry for *_, files in choose_modules(manifest) for entry in files.values()]
 
     check_results_exist(paths)
-    with open_commit_on_all_ranks(paths, Processes(), needed) as (manifest, held):
-        return [
-            Exported(name, f"{paths.name}:{origin}", held.state(files), _place(manifest, origin, files))
-            for origin, name, files in chosen(manifest)
-        ]
-
-
-def _place(manifest: Manifest, pool: str, files: ModuleFiles) -> str:
-    epoch = epoch_of(manifest, pool)
-    commit = max(entry.generation for entry in files.values())
-    return ("" if epoch is None else f"epoch {epoch}, ") + f"commit {commit}"
+    exported = []
+    with open_commit_on_all_ranks(paths, Processes(), choose_entries) as (manifest, held):
+        for origin, name, files in choose_modules(manifest):
+            epoch = epoch_of(manifest, origin)
+            commit = max(entry.generation for entry in files.values())
+            place = ("" if epoch is None else f"epoch {epoch}, ") + f"commit {commit}"
+            exported.append(Exported(name, f"{paths.name}:{origin}", held.state(files), place))
+    return exported
 
 
 def from_file(path: Path, entry: str | None, strip_prefix: str, key_map: Mapping[str, str]) -> list[Exported]:
     """Read a foreign file: all modules in it or one entry, on the CPU, with clean keys and nothing but tensors."""
     loaded = load_weights(path)
     try:
-        found = {entry: pick_module(loaded, entry, path)} if entry else modules_in(loaded, path)
-        renamed = {name: renamed_keys(one, strip_prefix, key_map) for name, one in found.items()}
+        modules = {entry: pick_module(loaded, entry, path)} if entry else modules_in(loaded, path)
+        renamed = {name: renamed_keys(weights, strip_prefix, key_map) for name, weights in modules.items()}
     except ValueError as error:
         raise UnreadableFile(f"{error}.") from error
-    keys = [str(key) for one in found.values() for key in one]
+    keys = [str(key) for weights in modules.values() for key in weights]
     if not any(key.startswith(strip_prefix) for key in keys or [strip_prefix]):
         raise UsageError(f"--strip-prefix {strip_prefix!r} fits no key of {path}; the first is {keys[0]!r}.")
-    is_wrapped = not entry and found.get("") is not loaded
-    beside = [str(key) for key, one in loaded.items() if is_wrapped and not any(one is used for used in found.values())]
-    return [_cleaned(name or path.stem, path, weights, beside) for name, weights in renamed.items()]
+    # What other trainers save next to the weights, such as an optimizer, is named as dropped.
+    is_wrapped = not entry and modules.get("") is not loaded
+    unused = [
+        str(key)
+        for key, value in loaded.items()
+        if is_wrapped and not any(value is weights for weights in modules.values())
+    ]
+    return [_keep_tensors(name or path.stem, path, weights, unused) for name, weights in renamed.items()]
 
 
-def _cleaned(name: str, path: Path, weights: dict[str, Any], beside: list[str]) -> Exported:
-    found = {key: one.detach() for key, one in weights.items() if isinstance(one, torch.Tensor)}
-    odd = [key for key, one in found.items() if one.layout != torch.strided or one.is_quantized]
-    if odd:
-        raise UnreadableFile(f"{path} must hold plain tensors, but these are sparse or quantised: {', '.join(odd)}.")
-    # A tensor may be a small view of a large storage, all of which would be written.
-    tensors = {key: one.contiguous().clone() for key, one in found.items()}
-    dropped = (*beside, *(key for key in weights if key not in tensors))
+def _keep_tensors(name: str, path: Path, weights: Mapping[str, object], unused: list[str]) -> Exported:
+    tensors = {key: value.detach() for key, value in weights.items() if isinstance(value, torch.Tensor)}
+    special = [key for key, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]
+    if special:
+        raise UnreadableFile(
+            f"{path} must hold plain tensors, but these are sparse or quantised: {', '.join(special)}."
+        )
+    dropped = (*unused, *(key for key in weights if key not in tensors))
     if not tensors and dropped:
-        raise UnreadableFile(f"{path} must hold tensors, but has none among {', '.join(dropped[:_SHOWN])}.")
-    return Exported(_ODD.sub("_", name), str(path), tensors, is_foreign=True, dropped=dropped)
+        raise UnreadableFile(f"{path} must hold tensors, but has none among {', '.join(dropped[:_MAX_SHOWN])}.")
+    # A tensor may be a small view of a large storage, all of which would be written.
+    copies = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+    return Exported(_NOT_IN_NAMES.sub("_", name), str(path), copies, is_foreign=True, dropped=dropped)
 
 
 def writer(modules: list[Exported], path: Path) -> Writer:
     """Return a writer of all modules: dicts by module for torch, or keys that begin with the module's name."""
-    is_torch = path.suffix != SAFETENSORS
-    return _pt_writer(modules) if is_torch else _safetensors_writer(modules, safetensors_package(path))
-
-
-def _pt_writer(modules: list[Exported]) -> Writer:
-    def write(file: BinaryIO) -> None:
-        torch.save({module.name: dict(module.weights) for module in modules}, file)
-
-    return write
-
-
-def _safetensors_writer(modules: list[Exported], package: Any) -> Writer:
-    flat = {f"{module.name}.{key}": value for module in modules for key, value in module.weights.items()}
-    plain = [key for key, value in flat.items() if not isinstance(value, torch.Tensor)]
-    if plain:
+    if path.suffix != SAFETENSORS:
+        return partial(torch.save, {module.name: dict(module.weights) for module in modules})
+    package = safetensors_package(path)
+    values = {f"{module.name}.{key}": value for module in modules for key, value in module.weights.items()}
+    tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+    others = [key for key in values if key not in tensors]
+    if others:
         raise UsageError(
-            f"A safetensors file holds tensors only, but these are not: {', '.join(plain[:_SHOWN])}.",
+            f"A safetensors file holds tensors only, but these are not: {', '.join(others[:_MAX_SHOWN])}.",
             "write a .pt file instead",
         )
     sources = {module.name: f"{module.source} {module.place}".strip() for module in modules}
@@ -136,7 +138,8 @@ def _safetensors_writer(modules: list[Exported], package: Any) -> Writer:
     def write(file: BinaryIO) -> None:
         try:
             # Tensors that share memory are refused; a copy of each shares none.
-            content = package.save({key: one.contiguous().clone() for key, one in flat.items()}, metadata=metadata)
+            copies = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+            content = package.save(copies, metadata=metadata)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise PipelineError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from pipeline.checkpoint.records import npz_writer
 from pipeline.components.losses import mean
 from pipeline.errors import UnreadableFile, UsageError
+from pipeline.experiment.dataset_fingerprints import Fingerprints
 from pipeline.serialization.npz_files import columns_of
 from pipeline.system.disk import Writer, bytes_writer
 from pipeline.system.formatting import as_json
@@ -23,28 +25,49 @@ from pipeline.training.predictions import INDEX, POSITION, Columns, join_predict
 
 SUFFIXES = (".json", ".npz", ".pt")
 SHARD_SUFFIXES = (".npz",)
-_SHOWN = 10
+_MAX_SHOWN = 10
 _SHOWN_FACTS = ("experiment", "split", "pool", "epoch", "steps", "commit")
+_PREDICTIONS = "predictions"
+
+
+class Facts(TypedDict):
+    """What was evaluated; the shards of one evaluation have the same facts."""
+
+    experiment: str
+    split: str
+    pool: str
+    # The last epoch that the weights have seen whole, and the steps they have taken after it.
+    epoch: int | None
+    steps: int
+    commit: int
+    # Fingerprints of the weights, of the frozen copy and of the datasets.
+    weights: str
+    code: str
+    datasets: Fingerprints
+    # Of the whole split: its batches, the items of each register, and the items of each dataset with predictions.
+    batches: int
+    items: dict[str, int]
+    predicted: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation, or one shard of it, has found.
+    """The outcome of an evaluation, or of one shard of it.
 
-    ``facts`` say what was evaluated: shards belong together if theirs are the same. ``sums`` has a row per batch,
-    of the whole split or of the shard, and a column per register.
+    ``sums`` has a row per batch, of the whole split or of the shard, and a column per register.
     """
 
-    facts: dict[str, Any]
+    facts: Facts
     shard: tuple[int, int]
     world_size: int
     sums: np.ndarray
     predictions: dict[str, Columns] = field(default_factory=dict)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return everything but predictions."""
-        facts = {name: self.facts[name] for name in _SHOWN_FACTS}
-        return {**facts, "world_size": self.world_size, "values": self.values()}
+        facts: Mapping[str, object] = self.facts
+        shown = {name: facts[name] for name in _SHOWN_FACTS}
+        return {**shown, "world_size": self.world_size, "values": self.values()}
 
     def values(self) -> dict[str, dict[str, float | int]]:
         """Return mean, total and number of items of every register."""
@@ -54,145 +77,134 @@ class Outcome:
             for (register, items), total in zip(self.facts["items"].items(), totals, strict=True)
         }
 
-    def public_predictions(self) -> dict[str, Columns]:
-        """Return the predictions without our own place of each item, which is its place in the arrays."""
-        return {
+    def writer(self, suffix: str) -> Writer:
+        """Return a writer of the whole outcome in the format that a suffix stands for."""
+        summary = self.summary()
+        # Without the position of each item, which is its place in the arrays.
+        predictions = {
             dataset: {name: column for name, column in columns.items() if name != POSITION}
             for dataset, columns in self.predictions.items()
         }
-
-    def writer(self, suffix: str) -> Writer:
-        """Return a writer of the whole outcome in the format that a suffix stands for."""
-        return {".json": self._json_writer, ".npz": self._npz_writer, ".pt": self._pt_writer}[suffix]()
-
-    def _json_writer(self) -> Writer:
-        predictions = {
-            dataset: {name: column.tolist() for name, column in columns.items()}
-            for dataset, columns in self.public_predictions().items()
-        }
-        content = as_json({**self.summary(), "predictions": predictions})
-        # One line per entry: predictions are long, and the rest should still be read with ease.
-        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
-        return bytes_writer("{{\n{}\n}}\n".format(",\n".join(lines)).encode())
-
-    def _npz_writer(self) -> Writer:
-        values = {
-            f"values/{register}/{name}": np.asarray(value)
-            for register, entry in self.values().items()
-            for name, value in entry.items()
-        }
-        return npz_writer({"about": _encoded(as_json(self.summary())), **values, **_flat(self.public_predictions())})
-
-    def _pt_writer(self) -> Writer:
-        predictions = {
+        if suffix == ".json":
+            lists = {
+                dataset: {name: column.tolist() for name, column in columns.items()}
+                for dataset, columns in predictions.items()
+            }
+            content = as_json({**summary, _PREDICTIONS: lists})
+            # One line per entry: predictions are long, and the rest should still be easy to read.
+            lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+            return bytes_writer("{{\n{}\n}}\n".format(",\n".join(lines)).encode())
+        if suffix == ".npz":
+            values = {
+                f"values/{register}/{name}": np.asarray(value)
+                for register, entry in self.values().items()
+                for name, value in entry.items()
+            }
+            return npz_writer({"about": _encode(as_json(summary)), **values, **_flatten(predictions)})
+        tensors = {
             dataset: {name: torch.from_numpy(column) for name, column in columns.items()}
-            for dataset, columns in self.public_predictions().items()
+            for dataset, columns in predictions.items()
         }
-
-        def write(file: BinaryIO) -> None:
-            torch.save({**self.summary(), "predictions": predictions}, file)
-
-        return write
+        return partial(torch.save, {**summary, _PREDICTIONS: tensors})
 
     def shard_writer(self) -> Writer:
         """Return a writer of all that a merge needs."""
         about = {"facts": self.facts, "shard": self.shard, "world_size": self.world_size}
-        return npz_writer({"shard": _encoded(about), "sums": self.sums, **_flat(self.predictions)})
+        return npz_writer({"shard": _encode(about), "sums": self.sums, **_flatten(self.predictions)})
 
 
 def read_shard(path: Path) -> Outcome:
     """Read what ``shard_writer`` wrote; refuse any other file."""
-    with columns_of(path) as found:
-        if "shard" not in found:
+    # Every TypeError, ValueError and KeyError in here is reported as damage of the file.
+    with columns_of(path) as columns:
+        if "shard" not in columns:
             raise UsageError(f"{path} must be a shard of an evaluation, written with --shard, but is not.")
-        about = _decoded(found["shard"])
-        (index, count) = map(int, about["shard"])
-        facts = dict(about["facts"])
-        sums = found["sums"]
-        facts |= {name: {key: int(one) for key, one in dict(facts[name]).items()} for name in ("items", "predicted")}
-        rows = len(range(int(facts["batches"]))[index::count])
-        if not 0 <= index < count or sums.dtype != np.float64 or sums.shape != (rows, len(facts["items"])):
+        try:
+            about = json.loads(columns["shard"].tobytes())
+        except RecursionError as error:
+            raise ValueError("what it says of itself makes no sense") from error
+        index, count = map(int, about["shard"])
+        written: dict[str, Any] = dict(about["facts"])
+        for name in ("items", "predicted"):
+            # A merge computes with these, so they must be numbers.
+            written[name] = {key: int(number) for key, number in dict(written[name]).items()}
+        facts = cast(Facts, written)
+        sums = columns["sums"]
+        num_batches = len(range(int(facts["batches"]))[index::count])
+        if not 0 <= index < count or sums.dtype != np.float64 or sums.shape != (num_batches, len(facts["items"])):
             raise ValueError("the sums of its batches do not fit")
-        shard = Outcome(facts, (index, count), int(about["world_size"]), sums, _nested(found))
+        shard = Outcome(facts, (index, count), int(about["world_size"]), sums, _group_predictions(columns))
+        # Tried once, so that facts which are missing are reported with the name of this file.
         shard.summary()
         return shard
 
 
+def _group_predictions(arrays: Columns) -> dict[str, Columns]:
+    """Return the predictions of a file by dataset, or raise ValueError if columns of one have different lengths."""
+    grouped: dict[str, Columns] = {}
+    for path, column in arrays.items():
+        if path.startswith(f"{_PREDICTIONS}/"):
+            _, dataset, name = path.split("/")
+            grouped.setdefault(dataset, {})[name] = column
+    for dataset, columns in grouped.items():
+        shapes = {columns[name].shape for name in (INDEX, POSITION)}
+        if len(shapes) > 1 or {column.shape[:1] for column in columns.values()} != shapes:
+            raise ValueError(f"the predictions of {dataset} do not fit together")
+    return grouped
+
+
 def merge(shards: list[Outcome]) -> Outcome:
     """Put all shards of one evaluation together, or refuse missing, doubled and foreign ones."""
+    _refuse_other_shards(shards)
     first = shards[0]
-    count = shards[0].shard[1]
-    for shard in shards:
-        _refuse_foreign(shard, first)
-    _refuse_incomplete([shard.shard[0] for shard in shards], count)
+    count = first.shard[1]
+    # The table of the whole split, as if one evaluation had filled it: sums are then added in the planned order.
     sums = np.zeros((first.facts["batches"], len(first.facts["items"])))
     for shard in shards:
         sums[shard.shard[0] :: count] = shard.sums
     predictions = join_predictions(part for shard in shards for part in shard.predictions.items())
-    world_size = sum(shard.world_size for shard in shards)
-    merged = replace(first, shard=(0, 1), world_size=world_size, sums=sums, predictions=predictions)
-    _refuse_gaps(merged)
-    return merged
-
-
-def _refuse_foreign(shard: Outcome, first: Outcome) -> None:
-    mine, theirs = ({**one.facts, "number of shards": one.shard[1]} for one in (shard, first))
-    differing = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    if differing:
-        name = differing[0]
-        raise UsageError(
-            f"All shards must be of one evaluation, but {name} is {theirs.get(name)!r} in the first file and "
-            f"{mine.get(name)!r} in that of shard {shard.shard[0]}/{shard.shard[1]}."
-        )
-
-
-def _refuse_incomplete(places: list[int], count: int) -> None:
-    doubled = sorted({f"{place}/{count}" for place in places if places.count(place) > 1})
-    if doubled:
-        raise UsageError(f"Each shard must be given once, but there are several of {', '.join(doubled)}.")
-    missing = [f"{one}/{count}" for one in islice(range(count), len(places) + _SHOWN) if one not in places]
-    if missing:
-        raise UsageError(f"All {count} shards must be given, but there is no {', '.join(missing[:_SHOWN])}.")
-
-
-def _refuse_gaps(merged: Outcome) -> None:
-    for dataset, num_items in merged.facts["predicted"].items():
-        positions = merged.predictions.get(dataset, {}).get(POSITION, np.zeros(0))
+    for dataset, num_items in first.facts["predicted"].items():
+        positions = predictions.get(dataset, {}).get(POSITION, np.zeros(0))
         if len(positions) != num_items or not np.array_equal(positions, np.arange(len(positions))):
             raise UnreadableFile(f"The shards must hold a prediction for each of {num_items} items of {dataset}, once.")
+    world_size = sum(shard.world_size for shard in shards)
+    return replace(first, shard=(0, 1), world_size=world_size, sums=sums, predictions=predictions)
 
 
-def _flat(predictions: dict[str, Columns]) -> Columns:
+def _refuse_other_shards(shards: list[Outcome]) -> None:
+    """Refuse shards of another evaluation, shards that are given twice, and missing ones."""
+    count = shards[0].shard[1]
+    expected: dict[str, object] = {**shards[0].facts, "number of shards": count}
+    for shard in shards:
+        facts: dict[str, object] = {**shard.facts, "number of shards": shard.shard[1]}
+        for name in sorted({*facts, *expected}):
+            if facts.get(name) != expected.get(name):
+                raise UsageError(
+                    f"All shards must be of one evaluation, but {name} is {expected.get(name)!r} in the first file "
+                    f"and {facts.get(name)!r} in that of shard {shard.shard[0]}/{shard.shard[1]}."
+                )
+    indices = [shard.shard[0] for shard in shards]
+    doubled = sorted({f"{index}/{count}" for index in indices if indices.count(index) > 1})
+    if doubled:
+        raise UsageError(f"Each shard must be given once, but there are several of {', '.join(doubled)}.")
+    # Limited, because the number of shards comes from a file and may be anything.
+    candidates = islice(range(count), len(indices) + _MAX_SHOWN)
+    missing = [f"{index}/{count}" for index in candidates if index not in indices]
+    if missing:
+        raise UsageError(f"All {count} shards must be given, but there is no {', '.join(missing[:_MAX_SHOWN])}.")
+
+
+def _flatten(predictions: dict[str, Columns]) -> Columns:
     return {
-        f"predictions/{dataset}/{name}": column
+        f"{_PREDICTIONS}/{dataset}/{name}": column
         for dataset, columns in predictions.items()
         for name, column in columns.items()
     }
 
 
-def _nested(arrays: Columns) -> dict[str, Columns]:
-    found: dict[str, Columns] = {}
-    for name, column in arrays.items():
-        if name.startswith("predictions/"):
-            _, dataset, inner = name.split("/")
-            found.setdefault(dataset, {})[inner] = column
-    for dataset, columns in found.items():
-        shapes = {columns[name].shape for name in (INDEX, POSITION)}
-        if len(shapes) > 1 or {column.shape[:1] for column in columns.values()} != shapes:
-            raise ValueError(f"the predictions of {dataset} do not fit together")
-    return found
-
-
-def _encoded(value: dict[str, Any]) -> np.ndarray:
+def _encode(value: dict[str, object]) -> np.ndarray:
     """Return JSON as an array of bytes, because a file of arrays holds nothing but numbers."""
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-
-
-def _decoded(content: np.ndarray) -> Any:
-    try:
-        return json.loads(content.tobytes())
-    except RecursionError as error:
-        raise ValueError("what it says of itself makes no sense") from error
 
 
 def lines(outcome: Outcome) -> Iterator[str]:

@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pipeline.errors import InvalidExperiment, Problem
-from pipeline.experiment.checks import (
-    Splits,
-    name_problems,
+from pipeline.components import BaseModuleTransform, BaseScheduler
+from pipeline.errors import InvalidExperiment, PipelineError, Problem
+from pipeline.experiment.checks.data import Splits, read_splits, unevaluated_registers
+from pipeline.experiment.checks.names import name_problems
+from pipeline.experiment.checks.parameters import (
     optimizer_problems,
     parameter_problems,
-    read_splits,
+    sharding_problems,
     sparse_problems,
     sync_batchnorm_problems,
-    unevaluated_registers,
 )
 from pipeline.experiment.compilation import compile_module
+from pipeline.experiment.pymodules.contract_examples import required_methods
 from pipeline.experiment.pymodules.contracts import ContractReader
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.loader import PymoduleLoader
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.settings import Contents, Settings, parse_settings, read_contents, readable_contents
-from pipeline.experiment.sharding import DeviceMesh, shard_module, sharding_problems
+from pipeline.experiment.sharding import shard_module
 from pipeline.system.accelerators import CPU, has_fused_kernels
+from pipeline.system.logging import LOGGER
 from pipeline.system.seeding import seed_generators
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Not SGD: its kernel fails at sparse gradients, and at a momentum that begins later than others.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
-_NOTHING: frozenset[str] = frozenset()
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,12 @@ class Experiment:
     components: Components
     splits: Splits
     optimizers: dict[str, Optimizer]
-    schedulers: dict[str, Any]
+    schedulers: dict[str, BaseScheduler]
     device: torch.device
     folder: Path
     is_sharded: bool = False
+    # Empty until create_module_transforms: a module transform may ask what the data counters have counted.
+    module_transforms: dict[str, BaseModuleTransform] = field(default_factory=dict)
 
     @property
     def runs_in_rounds(self) -> bool:
@@ -56,21 +64,47 @@ class Experiment:
         return self.is_sharded or self.settings.training.sync_batchnorm
 
     def set_training(self, training: bool) -> None:
-        """Switch the trained modules; frozen ones stay in evaluation mode for ever."""
+        """Set the mode of the trained modules; frozen ones always stay in evaluation mode."""
         for module in self.components.trained_modules.values():
             module.train(training)
 
+    def create_module_transforms(self) -> None:
+        """Create the module transform of every dataset, once the data counters have counted or were restored."""
+        counters = {name: entry.counter for name, entry in self.components.data_counters.items()}
+        seed_generators(self.settings.training.seed, "module transforms")
+        for name, definition in self.components.module_transforms.items():
+            # A dict of its own for each: an author's code may change it.
+            self.module_transforms[name] = definition.create(dict(counters), self.device, LOGGER)
+
     def initialize_schedulers(self) -> None:
-        """Give each scheduler its first epoch; called once in the life of an experiment."""
+        """Give each scheduler its first epoch; called once in the life of an experiment, not at a resume."""
         for name, scheduler in self.schedulers.items():
             scheduler.initialize(self.components.optim_sched[name].scheduler_start_epoch)
 
     def learning_rates(self) -> dict[str, dict[str, float]]:
-        """Return the rates in force, by optimizer and param group."""
+        """Return the current learning rates, by optimizer and param group."""
         return {
             name: {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
             for name, optimizer in self.optimizers.items()
         }
+
+
+def count(experiment: Experiment) -> Iterator[None]:
+    """Show every data counter the metadata of every training point of its datasets, once.
+
+    A generator with a turn per point, so that the caller can answer other ranks in between.
+    """
+    for name, entry in experiment.components.data_counters.items():
+        for dataset_name in entry.dataset_names:
+            dataset = experiment.components.datasets[dataset_name]
+            for index in experiment.splits[dataset_name]["train"].tolist():
+                try:
+                    entry.counter.count(dataset_name, dataset.getitem_metadata(index))
+                except Exception as error:
+                    where = str(experiment.folder / "data_counters" / f"{name}.py")
+                    must = f"counting point {index} of {dataset_name} must work"
+                    raise PipelineError(str(user_problem(error, experiment.folder, where, must))) from error
+                yield
 
 
 def assemble(
@@ -81,52 +115,11 @@ def assemble(
     With a ``mesh``, modules are spread over its processes.
     """
     experiment, problems = _assemble(folder, settings, device, mesh, world_size)
-    _raise(problems)
+    if problems:
+        raise InvalidExperiment(problems)
+    # How often an author's code has drawn so far must not decide what comes next.
     seed_generators(settings.training.seed, "assembled")
     return experiment
-
-
-def _assemble(
-    folder: Path,
-    settings: Settings,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    world_size: int,
-    unknown: frozenset[str] = _NOTHING,
-) -> tuple[Experiment, list[Problem]]:
-    """Return an experiment, and everything that is wrong with it; it can be used if nothing is.
-
-    What depends on something that is wrong is not judged. ``unknown`` names settings files that could not be read.
-    """
-    components, problems, failed = _read_components(folder, settings, unknown)
-    splits: Splits = {}
-    if "datasets" not in failed:
-        splits, found = read_splits(components, folder)
-        problems += found
-        if not found and not failed & {"module_transforms", "loss_registers"}:
-            problems += unevaluated_registers(components, settings, splits, folder)
-    optimizers: dict[str, Optimizer] = {}
-    schedulers: dict[str, Any] = {}
-    if "modules" not in failed:
-        unfit = [
-            *sharding_problems(components, settings.training, folder),
-            *sparse_problems(components, settings, folder, world_size),
-        ]
-        if settings.training.sync_batchnorm:
-            unfit += sync_batchnorm_problems(device)
-        problems += unfit
-        if not unfit and "optim_sched" not in failed:
-            _place_modules(components, device, mesh)
-            if settings.training.sync_batchnorm:
-                _synchronise_batchnorm(components)
-            optimizers = _create_optimizers(components, folder, problems)
-            problems += optimizer_problems(optimizers, folder)
-            if len(optimizers) == len(components.optim_sched):
-                problems += parameter_problems(components, optimizers, folder)
-            _scale_learning_rates(optimizers, settings)
-            schedulers = _create_schedulers(components, optimizers, folder, problems)
-    experiment = Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
-    return experiment, list(dict.fromkeys(problems))
 
 
 def assemble_for_evaluation(
@@ -136,43 +129,88 @@ def assemble_for_evaluation(
     components, problems, failed = _read_components(folder, settings)
     splits: Splits = {}
     if "datasets" not in failed:
-        splits, found = read_splits(components, folder, [split])
-        problems += found
-    _raise(problems)
+        splits, split_problems = read_splits(components, folder, [split])
+        problems += split_problems
+    if problems:
+        raise InvalidExperiment(problems)
     _place_modules(components, device, mesh)
     return Experiment(settings, components, splits, {}, {}, device, folder, mesh is not None)
 
 
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
-    """Read the settings of an experiment's folder; if they are wrong, say what is wrong with its pymodules as well."""
+    """Read the settings of an experiment's folder; if they are wrong, report problems of its pymodules as well."""
     try:
         return read_contents(folder / "settings", overrides)
     except InvalidExperiment as error:
-        contents, unknown = readable_contents(folder / "settings")
+        contents, wrong_files = readable_contents(folder / "settings")
         settings = parse_settings(contents)
-        # Whether the device can synchronise BatchNorm is asked when the settings are right.
+        # Whether the device can synchronise BatchNorm is checked once the settings are right.
         settings = replace(settings, training=replace(settings.training, sync_batchnorm=False))
-        _, found = _assemble(folder / "pymodules", settings, CPU, None, 1, unknown)
-        if not found:
+        _, problems = _assemble(folder / "pymodules", settings, CPU, None, 1, wrong_files)
+        if not problems:
             raise
-        raise InvalidExperiment([*error.problems, *found]) from error
+        raise InvalidExperiment([*error.problems, *problems]) from error
+
+
+def _assemble(
+    folder: Path,
+    settings: Settings,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    world_size: int,
+    wrong_files: frozenset[str] = _NO_NAMES,
+) -> tuple[Experiment, list[Problem]]:
+    """Return an experiment and everything that is wrong with it; it can be used if nothing is.
+
+    What depends on something wrong is not judged: one mistake must not be reported as many. ``wrong_files`` names
+    settings files that could not be read.
+    """
+    components, problems, failed = _read_components(folder, settings, wrong_files)
+    splits: Splits = {}
+    if "datasets" not in failed:
+        splits, split_problems = read_splits(components, folder)
+        problems += split_problems
+        if not split_problems and not failed & {"module_transforms", "loss_registers"}:
+            problems += unevaluated_registers(components, settings, splits, folder)
+    optimizers: dict[str, Optimizer] = {}
+    schedulers: dict[str, BaseScheduler] = {}
+    if "modules" not in failed:
+        # Before modules are placed: sharding a module that does not fit would fail inside torch.
+        module_problems = [
+            *sharding_problems(components, settings.training, folder),
+            *sparse_problems(components, settings, folder, world_size),
+        ]
+        if settings.training.sync_batchnorm:
+            module_problems += sync_batchnorm_problems(device)
+        problems += module_problems
+        if not module_problems and "optim_sched" not in failed:
+            _place_modules(components, device, mesh)
+            if settings.training.sync_batchnorm:
+                # Layers are replaced inside a module. A module that is a BatchNorm layer itself stays as it is.
+                for module in components.trained_modules.values():
+                    nn.SyncBatchNorm.convert_sync_batchnorm(module)
+            # After sharding: optimizers must hold the shards, not the parameters that the shards replace.
+            optimizers = _create_optimizers(components, settings, folder, problems)
+            problems += optimizer_problems(optimizers, folder)
+            # Without one optimizer, all of its parameters would be reported as being in none.
+            if len(optimizers) == len(components.optim_sched):
+                problems += parameter_problems(components, optimizers, folder)
+            schedulers = _create_schedulers(components, optimizers, folder, problems)
+    experiment = Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
+    return experiment, list(dict.fromkeys(problems))
 
 
 def _read_components(
-    folder: Path, settings: Settings, unknown: frozenset[str] = _NOTHING
+    folder: Path, settings: Settings, wrong_files: frozenset[str] = _NO_NAMES
 ) -> tuple[Components, list[Problem], set[str]]:
     """Return the components, what is wrong with them, and the families and settings files it is wrong in."""
     loader = PymoduleLoader(folder, settings.training.seed)
     reader = ContractReader(loader.load())
     components = reader.read()
-    misfits = name_problems(components, settings, folder, loader.failed_families | unknown)
-    failed = loader.failed_families | reader.failed_families | unknown
-    return components, [*loader.problems, *reader.problems, *misfits], failed
-
-
-def _raise(problems: list[Problem]) -> None:
-    if problems:
-        raise InvalidExperiment(problems)
+    # A file that breaks its contract still has its name, so names are judged unless a file could not be imported.
+    mismatches = name_problems(components, settings, folder, loader.failed_families | wrong_files)
+    failed = loader.failed_families | reader.failed_families | wrong_files
+    return components, [*loader.problems, *reader.problems, *mismatches], failed
 
 
 def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
@@ -186,59 +224,58 @@ def _place_modules(components: Components, device: torch.device, mesh: DeviceMes
             shard_module(definition, mesh)
 
 
-def _synchronise_batchnorm(components: Components) -> None:
-    """SyncBatchNorm replaces layers inside a module, so the module itself must not be one."""
-    for module in components.trained_modules.values():
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)
-
-
-def _create_optimizers(components: Components, folder: Path, problems: list[Problem]) -> dict[str, Optimizer]:
+def _create_optimizers(
+    components: Components, settings: Settings, folder: Path, problems: list[Problem]
+) -> dict[str, Optimizer]:
     """Return the optimizers that can be created, and add what is wrong with the others to ``problems``."""
     optimizers: dict[str, Optimizer] = {}
     for name, definition in components.optim_sched.items():
-        where = folder / "optim_sched" / f"{name}.py"
+        where = str(folder / "optim_sched" / f"{name}.py")
         try:
             optimizer = definition.create_optimizer(components.all_modules)
         except (Exception, SystemExit) as error:
-            problem = user_problem(error, folder, str(where), "create_optimizer must work")
+            problem = user_problem(error, folder, where, "create_optimizer must work")
             if isinstance(error, KeyError):
                 problem = replace(problem, fix=f"the modules are {', '.join(components.all_modules)}")
             problems.append(problem)
             continue
         if not isinstance(optimizer, Optimizer):
             what = f"create_optimizer must return a torch optimizer, but returns {type(optimizer).__name__}"
-            problems.append(Problem(str(where), what))
+            problems.append(Problem(where, what))
             continue
         _prefer_fused(optimizer)
         optimizers[name] = optimizer
+    # Before the schedulers are created, which take the rates that they find as their base.
+    if scaling := settings.training.lr_scaling:
+        ratio = settings.step_min_items / scaling.base_items
+        factor = math.sqrt(ratio) if scaling.rule == "sqrt" else ratio
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
     return optimizers
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
     """Use torch's fused kernels where the author has not chosen otherwise: the same update in one pass."""
-    for group in optimizer.param_groups if type(optimizer) in _FUSED else ():
-        has_choice = group.get("foreach") is None and not (group.get("capturable") or group.get("differentiable"))
-        is_usual = all(one.is_floating_point() and has_fused_kernels(one.device) for one in group["params"])
-        if group.get("fused") is None and has_choice and is_usual:
-            group["fused"] = True
-
-
-def _scale_learning_rates(optimizers: dict[str, Optimizer], settings: Settings) -> None:
-    scaling = settings.training.lr_scaling
-    if scaling is None:
+    # A subclass may change what a step does.
+    if type(optimizer) not in _FUSED:
         return
-    factor = settings.step_min_items / scaling.base_items
-    factor = math.sqrt(factor) if scaling.rule == "sqrt" else factor
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] *= factor
+    for group in optimizer.param_groups:
+        is_undecided = all(group.get(key) is None for key in ("fused", "foreach"))
+        # These are choices of the author, too.
+        is_special = group.get("capturable") or group.get("differentiable")
+        is_supported = all(
+            parameter.is_floating_point() and has_fused_kernels(parameter.device) for parameter in group["params"]
+        )
+        if is_undecided and not is_special and is_supported:
+            group["fused"] = True
 
 
 def _create_schedulers(
     components: Components, optimizers: dict[str, Optimizer], folder: Path, problems: list[Problem]
-) -> dict[str, Any]:
+) -> dict[str, BaseScheduler]:
     """Return the schedulers that can be created, and add what is wrong with the others to ``problems``."""
-    schedulers = {}
+    schedulers: dict[str, BaseScheduler] = {}
     for name, optimizer in optimizers.items():
         where = str(folder / "optim_sched" / f"{name}.py")
         try:
@@ -246,9 +283,10 @@ def _create_schedulers(
         except (Exception, SystemExit) as error:
             problems.append(user_problem(error, folder, where, "create_scheduler must work"))
             continue
-        for method in ("initialize", "before_train_epoch", "after_train_step", "after_train_epoch", "save", "load"):
+        for method in required_methods("scheduler"):
             if not callable(getattr(schedulers[name], method, None)):
                 what = f"create_scheduler must return an object with a method {method}; TorchScheduler wraps torch's"
                 problems.append(Problem(where, what))
+                # One of torch's own schedulers lacks several: one message is enough.
                 break
     return schedulers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -13,25 +11,24 @@ MAX_KINDS_OF_INPUT = 64
 
 
 def compile_module(module: nn.Module, name: str) -> None:
-    """Let a module's calls be compiled, for each kind of input (shapes, training or evaluation) on its own.
+    """Compile the calls of a module, separately for each kind of input (shapes, training or evaluation).
 
-    Left to itself, torch compiles the first shape it meets for that shape alone, the second for all shapes, and runs
-    what comes after eight kinds uncompiled: a resumed process meets shapes in another order and would round
-    otherwise. Nor may kernels be chosen by how fast they were just now.
+    By default, torch compiles the first shape it meets for that shape alone, the second for all shapes, and runs
+    what comes after eight kinds uncompiled. A resumed process meets shapes in another order and would round
+    differently.
     """
-    # Only here: loading the compiler takes as long as loading torch.
+    # Imported only here: loading the compiler takes as long as loading torch.
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     config.fail_on_recompile_limit_hit = True
-    # Counted over all modules; each has a limit of its own.
+    # This limit counts over all modules; recompile_limit below is the limit of each.
     config.accumulated_recompile_limit = 1 << 16
-    # Inside DDP, dynamo would split graphs at bucket borders. Only a rank's last batch of a step runs inside DDP, so
-    # that the batch met first would decide what is compiled.
+    # A safeguard: in a forward pass inside DDP, dynamo would split graphs at bucket borders.
     config.optimize_ddp = False
 
-    def forward(*inputs: Any, **named_inputs: Any) -> Any:
-        """A frame of our own: torch passes over calls of its own classes, such as nn.Sequential, without a word."""
+    def forward(*inputs: object, **named_inputs: object) -> object:
+        # A frame of our own: torch silently does not compile calls of its own classes, such as nn.Sequential.
         return module._call_impl(*inputs, **named_inputs)
 
     compiled = torch.compile(  # type: ignore[call-overload]  # its types lag behind its arguments
@@ -39,21 +36,19 @@ def compile_module(module: nn.Module, name: str) -> None:
         dynamic=False,
         recompile_limit=MAX_KINDS_OF_INPUT,
         isolate_recompiles=True,
+        # Kernels must not be chosen by how fast they were in a trial.
         options={"deterministic": True},
     )
 
-    def call(*inputs: Any, **named_inputs: Any) -> Any:
+    def call(*inputs: object, **named_inputs: object) -> object:
         try:
             return compiled(*inputs, **named_inputs)
         except FailOnRecompileLimitHit as error:
-            raise PipelineError(_too_many(name)) from error
+            raise PipelineError(
+                f"modules/{name}.py: a module that is compiled must meet at most {MAX_KINDS_OF_INPUT} kinds of input "
+                "(shapes, types, training or evaluation), but met another: each is compiled on its own, so that a "
+                "resume is exact.\n  fix: bring its inputs to few shapes, or set compile to False. "
+                "TORCH_LOGS=recompiles shows what differs."
+            ) from error
 
     module._compiled_call_impl = call
-
-
-def _too_many(name: str) -> str:
-    return (
-        f"modules/{name}.py: a module that is compiled must meet at most {MAX_KINDS_OF_INPUT} kinds of input (shapes, "
-        "types, training or evaluation), but met another: each is compiled on its own, so that a resume is exact.\n"
-        "  fix: bring its inputs to few shapes, or set compile to False. TORCH_LOGS=recompiles shows what differs."
-    )

@@ -27,6 +27,7 @@ class GradientFlags:
         return tuple([parameter.requires_grad for parameter in self.parameters])
 
     def set(self, flags: Flags) -> None:
+        """Set all flags; a parameter that has its flag already is not touched."""
         for parameter, is_trained in zip(self.parameters, flags, strict=True):
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
@@ -35,19 +36,20 @@ class GradientFlags:
         return [parameter for parameter, is_trained in zip(self.parameters, flags, strict=True) if is_trained]
 
     def named(self, flags: Flags) -> dict[str, bool]:
-        """Return flags by what they belong to, in words."""
+        """Return flags by the words in which a difference between ranks is reported."""
         return {
             f"requires_grad of {name!r} in module {module!r}": is_trained
             for (module, name), is_trained in zip(self._names, flags, strict=True)
         }
 
     def names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Return parameters by the name of their module and their own."""
+        """Return the names of parameters, each with the name of its module."""
         wanted = set(parameters)
         named = zip(self.parameters, self._names, strict=True)
         return [f"{module}.{name}" for parameter, (module, name) in named if parameter in wanted]
 
     def as_json(self, flags: Flags) -> FrozenNames:
+        """Return flags as a commit holds them, by name."""
         frozen: FrozenNames = {}
         for (module, name), is_trained in zip(self._names, flags, strict=True):
             if not is_trained:
@@ -55,5 +57,6 @@ class GradientFlags:
         return frozen
 
     def from_json(self, frozen: Mapping[str, Sequence[str]]) -> Flags:
+        """Return the flags of a commit; a parameter that it does not name is trained."""
         known = {module: set(names) for module, names in frozen.items()}
         return tuple(name not in known.get(module, ()) for module, name in self._names)

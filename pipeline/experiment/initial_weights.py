@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import nn
 
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
-from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition, WeightSource
+from pipeline.experiment.pymodules.definitions import Components, WeightSource
 from pipeline.experiment.sharding import spread_like
 from pipeline.paths import MODULE_CKPS, ExperimentPaths, check_name, pool_file, results_names
 from pipeline.serialization.sharded_files import load_state, names_in
 
-_SHOWN = 10
+# What a file holds: dicts of tensors, whose keys are names or, in files of others, anything else.
+Weights = Mapping[object, object]
+_MAX_KEYS_SHOWN = 10
 _FIX = "rename keys with strip_prefix or key_map in settings, or take only what both sides have with strict: False"
+# Names under which other trainers save the weights next to an optimizer and more; the first one that is there counts.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights", "params")
 
 
 def load_initial_weights(components: Components, paths: ExperimentPaths, folder: Path) -> None:
-    """Fill every module that names a source; all misfits are raised together."""
+    """Fill every module that names a source; all problems are raised together."""
     problems: list[Problem] = []
     for name, definition in components.modules.items():
-        if definition.source is None:
+        source = definition.source
+        if source is None:
             continue
         where = str(folder / "modules" / f"{name}.py")
         try:
-            path = _source_file(definition.source, paths)
-            problems += [Problem(where, what) for what in _fill(definition, definition.source, path)]
-        except (UsageError, ValueError) as error:
+            path = _source_file(source, paths)
+            loaded = load_state(path)
+            # A file that the author provides may hold several modules; one of another experiment holds one.
+            if source.ckp_name and source.module_name is not None:
+                weights = pick_module(loaded, source.module_name, path)
+            else:
+                modules = modules_in(loaded, path)
+                if len(modules) > 1:
+                    raise ValueError(f"{path} holds the modules {', '.join(modules)}; choose one with module_name")
+                weights = next(iter(modules.values()))
+            renamed = renamed_keys(weights, source.strip_prefix, source.key_map)
+        except (UnreadableFile, UsageError, ValueError) as error:
             problems.append(Problem(where, str(error)))
+            continue
+        mismatch = _fill(definition.module, renamed, source, path)
+        if mismatch:
+            problems.append(Problem(where, mismatch))
     if problems:
         raise InvalidExperiment(problems)
 
 
 def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
+    """Return the file or folder of shards that a source names, or raise what there is instead."""
     if source.ckp_name is not None:
         path = paths.module_ckps / check_name(source.ckp_name, "ckp_name")
         path = path if path.is_file() else path.with_name(f"{path.name}.pt")
@@ -65,110 +82,100 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
     return path
 
 
-def _fill(definition: ModuleDefinition, source: WeightSource, path: Path) -> Iterator[str]:
-    """Load a file into a module, or yield why it does not fit."""
-    try:
-        loaded = load_state(path)
-        weights = _one_module(loaded, source.module_name if source.ckp_name else None, path)
-        renamed = renamed_keys(weights, source.strip_prefix, source.key_map)
-    except (UnreadableFile, ValueError) as error:
-        yield str(error)
-        return
-    yield from _misfits(definition.module, renamed, source, path)
-
-
-def _one_module(loaded: Any, module_name: str | None, path: Path) -> Mapping[Any, Any]:
-    """Return the weights of one module out of all that a file holds."""
-    if module_name is not None:
-        return pick_module(loaded, module_name, path)
-    modules = modules_in(loaded, path)
-    if len(modules) > 1:
-        raise ValueError(f"{path} holds the modules {', '.join(modules)}; choose one with module_name")
-    return next(iter(modules.values()))
-
-
-def pick_module(loaded: Any, name: str, path: Path) -> Mapping[Any, Any]:
+def pick_module(loaded: object, name: str, path: Path) -> Weights:
     """Return a module by name: an entry that is a dict, or all entries whose keys begin with the name and a dot."""
-    modules = modules_in(loaded, path)
+    content = _check_dict(loaded, path)
+    entry = content.get(name)
+    if isinstance(entry, Mapping):
+        return entry
+    # A safetensors file is flat: the name of the module begins each key.
     prefix = f"{name}."
-    if isinstance(loaded.get(name), Mapping):
-        return cast(Mapping[Any, Any], loaded[name])
-    found = {str(key).removeprefix(prefix): one for key, one in loaded.items() if str(key).startswith(prefix)}
-    if not found:
-        known = [one for one in modules if one] or list(dict.fromkeys(str(key).split(".")[0] for key in loaded))
-        listed = ", ".join(known[:_SHOWN]) or "none"
+    weights: dict[object, object] = {
+        str(key).removeprefix(prefix): value for key, value in content.items() if str(key).startswith(prefix)
+    }
+    if not weights:
+        modules = [module for module in modules_in(loaded, path) if module]
+        known = modules or list(dict.fromkeys(str(key).split(".")[0] for key in content))
+        listed = ", ".join(known[:_MAX_KEYS_SHOWN]) or "none"
         raise ValueError(f"{path} has no module {name!r}; there are {listed}.{nearest(name, known)}")
-    return found
+    return weights
 
 
-def modules_in(loaded: Any, path: Path) -> dict[str, Mapping[Any, Any]]:
-    """Return the weights a file holds by module; where it holds those of one without a name, the name is empty.
-
-    Other trainers wrap the weights into an entry of a usual name, next to an optimizer and more.
-    """
-    if not isinstance(loaded, Mapping):
-        raise ValueError(f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}")
-    weights = {str(key): value for key, value in loaded.items() if isinstance(value, Mapping) and _has_tensors(value)}
-    wrapped = [key for key in _WRAPPERS if key in weights]
-    # A module without weights is an empty dict; anything else shows that this is more than a file of modules.
-    others = [value for key, value in loaded.items() if str(key) not in weights]
+def modules_in(loaded: object, path: Path) -> dict[str, Weights]:
+    """Return the weights of a file by module; the weights of a single module without a name have an empty name."""
+    content = _check_dict(loaded, path)
+    weights: dict[str, Weights] = {
+        str(key): value for key, value in content.items() if isinstance(value, Mapping) and _has_tensors(value)
+    }
+    # A module without weights is an empty dict. Anything else shows that this is more than a file of modules.
+    others = [value for key, value in content.items() if str(key) not in weights]
     has_more = any(not isinstance(value, Mapping) or len(value) > 0 for value in others)
+    wrapped = [key for key in _WRAPPERS if key in weights]
+    # With other dicts of tensors next to it, only "state_dict" is surely a wrapper: modules may be called "net".
     if wrapped and (len(weights) == 1 or (has_more and wrapped[0] == _WRAPPERS[0])):
         return {"": weights[wrapped[0]]}
-    if not weights or _has_tensors(loaded):
-        return {"": loaded}
-    return weights if has_more else {str(key): value for key, value in loaded.items()}
+    if not weights or _has_tensors(content):
+        return {"": content}
+    if has_more:
+        return weights
+    return {str(key): value for key, value in content.items() if isinstance(value, Mapping)}
 
 
-def _has_tensors(value: Mapping[Any, Any]) -> bool:
-    return any(isinstance(one, torch.Tensor) for one in value.values())
+def _check_dict(loaded: object, path: Path) -> Weights:
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{path} must hold a dict of tensors, but holds {type(loaded).__name__}")
+    return loaded
 
 
-def renamed_keys(weights: Mapping[Any, Any], strip_prefix: str, key_map: Mapping[str, str]) -> dict[str, Any]:
+def _has_tensors(content: Weights) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in content.values())
+
+
+def renamed_keys(weights: Weights, strip_prefix: str, key_map: Mapping[str, str]) -> dict[str, object]:
     """Strip a prefix off every key, then rename keys by a map; two keys must not become one."""
-    renamed: dict[str, Any] = {}
+    renamed: dict[str, object] = {}
     for key, value in weights.items():
-        name = _mapped(str(key).removeprefix(strip_prefix), key_map)
+        name = str(key).removeprefix(strip_prefix)
+        # A whole name is the longest prefix that a key can have, so it takes precedence.
+        longest = max((prefix for prefix in key_map if name.startswith(prefix)), key=len, default="")
+        if longest:
+            name = key_map[longest] + name.removeprefix(longest)
         if name in renamed:
             raise ValueError(f"strip_prefix and key_map must keep keys apart, but two of them become {name!r}")
         renamed[name] = value
     return renamed
 
 
-def _mapped(key: str, key_map: Mapping[str, str]) -> str:
-    """Rename a key by its whole name, else by the longest prefix the map knows."""
-    prefixes = [known for known in key_map if key == known or key.startswith(known)]
-    longest = max(prefixes, key=len, default="")
-    return key_map[longest] + key.removeprefix(longest) if longest else key
-
-
-def _misfits(module: nn.Module, weights: Mapping[str, Any], source: WeightSource, path: Path) -> Iterator[str]:
-    own = module.state_dict()
+def _fill(module: nn.Module, weights: Mapping[str, object], source: WeightSource, path: Path) -> str:
+    """Load weights into a module, or return why they do not fit."""
+    current = module.state_dict()
+    # Compared before anything is loaded: torch copies what fits before it raises, and lists every key.
     shapes = [
-        f"{key} {_shape(weights[key])} instead of {_shape(own[key])}"
-        for key in sorted(set(own) & set(weights))
-        if isinstance(own[key], torch.Tensor) and _shape(own[key]) != _shape(weights[key])
+        f"{key} {_shape(weights[key])} instead of {_shape(current[key])}"
+        for key in sorted(set(current) & set(weights))
+        if isinstance(current[key], torch.Tensor) and _shape(current[key]) != _shape(weights[key])
     ]
-    missing = sorted(set(own) - set(weights))
-    unexpected = sorted(set(weights) - set(own))
-    kinds = {"missing": missing, "unexpected": unexpected} if source.strict else {}
-    found = [f"{kind} {_first(keys)}" for kind, keys in {**kinds, "differing shapes": shapes}.items() if keys]
-    if found:
-        listed = "".join(f"\n      {line}" for line in found)
-        yield f"the weights of {path} must fit the module, but:{listed}\n    fix: {_FIX}"
-        return
+    mismatches = {"differing shapes": shapes}
+    if source.strict:
+        missing = sorted(set(current) - set(weights))
+        unexpected = sorted(set(weights) - set(current))
+        mismatches = {"missing": missing, "unexpected": unexpected, **mismatches}
+    lines = ""
+    for kind, keys in mismatches.items():
+        if keys:
+            more = f" and {len(keys) - _MAX_KEYS_SHOWN} more" if len(keys) > _MAX_KEYS_SHOWN else ""
+            lines += f"\n      {kind} ({len(keys)}) {', '.join(keys[:_MAX_KEYS_SHOWN])}{more}"
+    if lines:
+        return f"the weights of {path} must fit the module, but:{lines}\n    fix: {_FIX}"
     try:
-        fitting = {key: spread_like(own[key], weights[key]) for key in own if key in weights}
+        fitting = {key: spread_like(current[key], weights[key]) for key in current if key in weights}
         module.load_state_dict(fitting, strict=source.strict)
-    except RuntimeError as error:
-        # Tensors of the right shape can still be of a kind that cannot be copied, such as quantised ones.
-        yield f"the weights of {path} must fit the module, but: {' '.join(str(error).split())}"
+    except (RuntimeError, ValueError) as error:
+        # Tensors of the right shape can still be of a kind that cannot be copied, such as quantised ones. An author's
+        # set_extra_state may refuse what it is given.
+        return f"the weights of {path} must fit the module, but: {' '.join(str(error).split())}"
+    return ""
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
-
-
-def _first(keys: list[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"({len(keys)}) {', '.join(keys[:_SHOWN])}{more}"

@@ -1,5 +1,5 @@
 
-# The rest is the same in every script; docs/slurm.md explains it.
+# The rest is the same in every script; docs/how_to/slurm.md explains it.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
 job=${job:-$SLURM_JOB_ID}
 requeues=${SLURM_RESTART_COUNT:-0}

@@ -1,4 +1,4 @@
-"""The text of a batch script for Slurm: what one experiment, or each of several, needs, then what is common to all."""
+"""The text of a batch script for Slurm: what differs between jobs, then ``slurm_job.sh``, the same in all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.launch.torchrun_command import TrainingLine
 from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths
 
-_SECONDS_OF_TORCHRUN = 30
+_MIN_SHUTDOWN_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,10 @@ class Job:
         return len(self.lines) > 1
 
     def script(self) -> str:
-        parts = [*self._options(), "", *self._common(), *self._experiments(), ""]
-        return "\n".join(parts) + files("pipeline.launch").joinpath("slurm_job.sh").read_text()
+        lines = ["#!/bin/bash", *self._list_options(), "", *self._list_variables(), ""]
+        return "\n".join(lines) + files("pipeline.launch").joinpath("slurm_job.sh").read_text()
 
-    def _options(self) -> Iterator[str]:
-        yield "#!/bin/bash"
+    def _list_options(self) -> Iterator[str]:
         others = f"+{len(self.lines) - 1}" if self.is_array else ""
         yield _option("job-name", self.paths.name + others)
         if self.is_array:
@@ -55,35 +54,39 @@ class Job:
         if self.gpus_per_node:
             yield _option("gpus-per-node", self.gpus_per_node)
         yield _option("time", self.time)
+        # To the batch shell alone, which asks the run to stop: a signal to torchrun would end it with an error.
         yield _option("signal", f"B:USR1@{self.grace}")
         yield "#SBATCH --requeue"
+        # A requeued job continues the log of the one before.
         yield _option("open-mode", "append")
-        yield _option("output", _output(self.paths, self.is_array))
+        # Next to the error files, because a reset deletes the logs. Slurm fills in what follows a single "%".
+        log = "slurm-%A_%a.log" if self.is_array else self.paths.launcher_log.name
+        yield _option("output", f"{str(self.paths.error_files).replace('%', '%%')}/{log}")
         yield _option("chdir", Path.cwd())
         yield from (f"#SBATCH {option}" for option in self.more)
 
-    def _common(self) -> Iterator[str]:
+    def _list_variables(self) -> Iterator[str]:
+        """Yield what ``slurm_job.sh`` needs to know."""
         yield f"export {DATA_HOME_VARIABLE}={shlex.quote(str(self.paths.home))}"
-        # A run that Slurm itself signals may take as long for its step as one that is asked.
-        yield f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(self.grace, _SECONDS_OF_TORCHRUN)}"
+        # Under preemption Slurm signals the run itself, which may then take as long for its step as one that is asked.
+        yield f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(self.grace, _MIN_SHUTDOWN_SECONDS)}"
         yield f"python={shlex.quote(sys.executable)}"
         yield f"max_requeues={self.max_requeues}"
         yield f"seconds={self.seconds}"
         yield f"cpus_per_task={self.cpus_per_task}"
-
-    def _experiments(self) -> Iterator[str]:
         if not self.is_array:
-            yield from self._experiment(self.lines[0])
+            yield from self._list_experiment(self.lines[0])
             return
         yield "case $SLURM_ARRAY_TASK_ID in"
         for number, line in enumerate(self.lines):
             yield f"{number})"
-            yield from (f"    {text}" for text in self._experiment(line))
+            yield from (f"    {text}" for text in self._list_experiment(line))
+            # Slurm has one name for the logs of all tasks; each continues in its experiment's own log.
             yield f"    exec >> {shlex.quote(str(line.paths.launcher_log))} 2>&1"
             yield "    ;;"
         yield "esac"
 
-    def _experiment(self, line: TrainingLine) -> Iterator[str]:
+    def _list_experiment(self, line: TrainingLine) -> Iterator[str]:
         yield f"experiment={line.paths.name}"
         yield f"state_file={shlex.quote(str(line.paths.state_file))}"
         yield f"starts_file={shlex.quote(str(line.paths.starts_file))}"
@@ -92,12 +95,7 @@ class Job:
         yield f"training=({shlex.join([sys.executable, '-m', 'torch.distributed.run', *line.options])})"
 
 
-def _output(paths: ExperimentPaths, is_array: bool) -> str:
-    """Return where Slurm writes; next to the error files, because a reset deletes the logs."""
-    folder = str(paths.error_files).replace("%", "%%")
-    return f"{folder}/{'slurm-%A_%a.log' if is_array else paths.launcher_log.name}"
-
-
 def _option(name: str, value: object) -> str:
     text = str(value)
+    # sbatch splits its directives at blanks.
     return f'#SBATCH --{name}="{text}"' if " " in text else f"#SBATCH --{name}={text}"

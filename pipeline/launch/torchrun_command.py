@@ -1,20 +1,20 @@
-"""The right torchrun line for an experiment, to be printed, run here, or started in the background."""
+"""The torchrun command for an experiment, to be printed, run here, or started in the background."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 
-from pipeline.arguments import parse_arguments, verb_line
+from pipeline.arguments import parse_arguments
+from pipeline.command_lines import home_option, torchrun_words, verb_line
 from pipeline.errors import UsageError
 from pipeline.lifecycle.starts import read_starts
 from pipeline.monitoring.launch_record import record_launch
-from pipeline.paths import ExperimentPaths, data_home
+from pipeline.paths import ExperimentPaths
 from pipeline.system.nvidia_smi import SECONDS_TO_COUNT, look_at_gpus, num_visible, parse_devices
 
 
@@ -31,47 +31,47 @@ class TrainingLine:
 
     @property
     def words(self) -> list[str]:
-        return [*_torchrun(), *self.options]
+        """The whole command, with torchrun as a person would call it."""
+        return [*torchrun_words(), *self.options]
 
     @property
     def options(self) -> list[str]:
-        """A port of its own, a file for the output of every process that does not own the terminal, then the run."""
-        others = range(0 if self.in_background else 1, self.nproc)
-        redirects = [f"--redirects={','.join(f'{rank}:3' for rank in others)}"] if others else []
-        home = [] if self.paths.home == data_home(None) else ["--data-home", str(self.paths.home)]
+        """The options of torchrun, then the module to run and its arguments."""
+        # Rank zero writes to the terminal if there is one; the output of all others goes to files.
+        redirected = range(0 if self.in_background else 1, self.nproc)
+        redirects = [f"--redirects={','.join(f'{rank}:3' for rank in redirected)}"] if redirected else []
+        # --standalone picks a free port, so that runs on one machine do not meet each other. On several nodes, the
+        # batch script tells torchrun by variables where to meet.
+        several_nodes = [f"--nnodes={self.num_nodes}", "--rdzv-backend=c10d"]
         return [
-            *self._meeting(),
+            *(["--standalone"] if self.num_nodes == 1 else several_nodes),
             f"--nproc-per-node={self.nproc}",
             f"--log-dir={self.paths.torchrun_logs}",
             *redirects,
-            *("-m", "training_pipeline", self.paths.name, *home, *self.flags),
+            *("-m", "training_pipeline", self.paths.name, *home_option(self.paths.home), *self.flags),
         ]
 
-    def _meeting(self) -> list[str]:
-        """Return how processes find each other; on several nodes, variables of torchrun say where."""
-        return ["--standalone"] if self.num_nodes == 1 else [f"--nnodes={self.num_nodes}", "--rdzv-backend=c10d"]
-
     def variables(self, num_processes: int, num_cpus: int | None = None) -> dict[str, str]:
-        """Return what the line needs in its environment, where ``num_processes`` share this machine or ``num_cpus``."""
-        share = max(1, (num_cpus or os.cpu_count() or 1) // num_processes)
-        chosen = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(share)),
+        """Return the environment it needs where ``num_processes`` share ``num_cpus``, or else this machine."""
+        num_threads = os.environ.get("OMP_NUM_THREADS")
+        if not num_threads:
+            # As many as at the last start, because bits depend on them, else a fair share.
+            recorded = [start["threads"] for start in read_starts(self.paths) if isinstance(start.get("threads"), int)]
+            share = max(1, (num_cpus or os.cpu_count() or 1) // num_processes)
+            num_threads = str(int(recorded[-1]) if recorded else share)
+        variables = {
+            "OMP_NUM_THREADS": num_threads,
             "TORCHELASTIC_ERROR_FILE": str(self.paths.error_files / "error.json"),
         }
         if self.devices:
-            # Numbers must mean what nvidia-smi shows, not what CUDA finds fastest.
-            chosen |= {
+            # GPUs are numbered as nvidia-smi shows them; by default CUDA numbers the fastest first.
+            variables |= {
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
                 "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices)),
             }
-        return chosen
+        return variables
 
-    def _threads(self, share: int) -> int:
-        """Return as many threads as at the last start, because bits depend on them, else a fair share."""
-        starts = [start for start in read_starts(self.paths) if isinstance(start.get("threads"), int)]
-        return int(starts[-1]["threads"]) if starts else share
-
-    def shown(self, num_processes: int) -> str:
+    def to_shell(self, num_processes: int) -> str:
         """Return the line as one would type it."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables(num_processes).items()]
         return " ".join([*variables, shlex.join(self.words)])
@@ -90,11 +90,15 @@ def training_line(
     in_background: bool,
     num_nodes: int = 1,
 ) -> TrainingLine:
-    """Return the line for one experiment, or refuse devices and flags that cannot be."""
+    """Return the line for one experiment, or refuse devices that do not exist and flags that are unknown."""
     # A flag that training would refuse is refused here, before anything is started.
     arguments = parse_arguments([paths.name, *flags])
     devices = parse_devices(gpus) if gpus else []
-    _check_devices(devices)
+    known = [gpu.index for gpu in look_at_gpus(SECONDS_TO_COUNT)[0]] if devices else []
+    # Without an answer of nvidia-smi any number may be right.
+    missing = [str(device) for device in devices if known and device not in known]
+    if missing:
+        raise UsageError(f"There is no GPU {', '.join(missing)}; nvidia-smi lists {', '.join(map(str, known))}.")
     if nproc is None:
         nproc = len(devices) or (0 if arguments.device == "cpu" else num_visible()) or 1
     if nproc < 1 or (devices and nproc > len(devices)):
@@ -103,29 +107,19 @@ def training_line(
     return TrainingLine(paths, nproc, tuple(devices), tuple(flags), in_background, num_nodes)
 
 
-def _check_devices(devices: list[int]) -> None:
-    known = [gpu.index for gpu in look_at_gpus(SECONDS_TO_COUNT)[0]] if devices else []
-    missing = [str(device) for device in devices if known and device not in known]
-    if missing:
-        raise UsageError(f"There is no GPU {', '.join(missing)}; nvidia-smi lists {', '.join(map(str, known))}.")
-
-
-def _torchrun() -> list[str]:
-    """Return torchrun as a person would call it, if that is the one of this Python."""
-    own = Path(sys.executable).parent / "torchrun"
-    is_on_path = own.exists() and shutil.which("torchrun") == str(own)
-    return ["torchrun"] if is_on_path else [sys.executable, "-m", "torch.distributed.run"]
-
-
-def start_in_background(script: str, chain: list[ExperimentPaths]) -> None:
-    """Start a shell script that outlives this terminal, on behalf of experiments that take turns in it."""
+def start_in_background(
+    script: str, chain: list[ExperimentPaths], variables: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Start a shell script that outlives this terminal and trains these experiments one after the other."""
     first = chain[0]
+    # A session of its own: closing the terminal does not reach it, and one signal to its process group ends all of it.
     with first.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             ["/bin/sh", "-c", script],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
             start_new_session=True,
         )
     for before, paths in zip([None, *chain], chain, strict=False):

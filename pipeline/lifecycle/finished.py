@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipeline.arguments import command_line, verb_line
+from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import DamagedResults
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import RunLock
@@ -17,6 +17,7 @@ def finish_pending(
     paths: ExperimentPaths, disk: Disk, is_needed: Callable[[str], bool], publish: Callable[[int], None]
 ) -> None:
     """Do what follows the last commit, if anything is left to do; its epoch may be unpublished."""
+    # The usual case: nothing is left to do, so nothing is locked and nothing is written.
     if is_settled(paths):
         return
     lock = RunLock(paths, disk)
@@ -24,9 +25,10 @@ def finish_pending(
     store = ResultsStore(paths, disk, lock.claim)
     store.recover(is_needed)
     if store.current.progress.is_finished:
-        # Before the lock goes: until then, a kill leaves the experiment unsettled.
+        # Before the lock goes: until then, a kill leaves the claim behind, and the next start publishes again.
         publish(store.current.progress.epoch)
     lock.release()
+    # Recovery falls back to an older commit if the newest is damaged, and that one is not finished.
     if not store.current.progress.is_finished:
         raise DamagedResults(f"{paths.name} was finished, but its last commit is damaged; data/ shows the one before.")
 
@@ -39,4 +41,4 @@ def finished_lines(paths: ExperimentPaths) -> Iterator[str]:
     value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""
     yield f"Experiment {paths.name} finished on {state.get('time', '?')}; nothing to do.{value}"
     yield f"  to start a variant: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
-    yield f"  to start again:     {command_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
+    yield f"  to start again:     {run_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,8 +24,9 @@ def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Co
 
     ``sources`` are the digests of the files as they were loaded and checked.
     """
-    writers = {name: _file_writer(source / name) for name in sources}
-    digests = {name: _copy(target, name, writer, disk) for name, writer in writers.items()}
+    digests = {name: _write_copy(target, name, partial(_copy_bytes, source / name), disk) for name in sources}
+    # Compared with the digests of what was written, not with another look at the source: an author may save a file
+    # between the checks and the copy, and then unchecked code would run.
     if digests != sources:
         edited = ", ".join(name for name in sources if digests[name] != sources[name])
         raise InvalidExperiment(
@@ -32,35 +34,34 @@ def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Co
         )
     for name, content in changed.items():
         path = f"settings/{name}.json"
+        # Disk.write creates files and never overwrites one.
         disk.remove(target / path)
-        digests[path] = _copy(target, path, json_writer(content), disk)
+        digests[path] = _write_copy(target, path, json_writer(content), disk)
+    # Contents are durable already; their names are once for all at the end, deepest folders first.
     for part in COPIED:
         disk.sync_folders(target / part)
     disk.sync_folder(target)
     return digests
 
 
-def _copy(target: Path, name: str, writer: Writer, disk: Disk) -> str:
+def _write_copy(target: Path, name: str, writer: Writer, disk: Disk) -> str:
     disk.make_scratch_folder((target / name).parent, target)
     return disk.write(target / name, writer).sha256
 
 
-def _file_writer(path: Path) -> Writer:
-    def write(file: BinaryIO) -> None:
-        with path.open("rb") as source:
-            shutil.copyfileobj(source, file)
-
-    return write
+def _copy_bytes(path: Path, file: BinaryIO) -> None:
+    with path.open("rb") as source:
+        shutil.copyfileobj(source, file)
 
 
 def differing_files(folder: Path, digests: dict[str, str]) -> list[str]:
     """Return the files below ``folder`` that are not what ``digests`` say, missing and new ones included."""
     # A file that could not even be copied differs from any that was.
-    found = {
+    actual = {
         path.relative_to(folder).as_posix(): problem or Digest.of(path).sha256
         for path, problem in files_with_problems(folder).items()
     }
-    return sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))
+    return sorted(name for name in {*actual, *digests} if actual.get(name) != digests.get(name))
 
 
 def refuse_edited_copy(results: Path, digests: dict[str, str], *, is_accepted: bool) -> None:

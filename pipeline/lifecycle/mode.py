@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, command_line, verb_line
+from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
+from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.paths import OLD_TOKEN_PREFIX, RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
 from pipeline.progress import Progress
 from pipeline.store.lock import check_free
 from pipeline.store.manifest import read_state
 
+# What a run keeps in its results. The last one is of earlier versions; a stop request lies in the claim today.
 OWN_NAMES = RESERVED | {STATE_FILE, "run.lock", "status.json", ".status.json.new", "starts.jsonl", "stop.request"}
 
 
@@ -21,6 +23,8 @@ class Situation:
 
     exists: bool
     progress: Progress | None = None
+    # The number of the current commit.
+    generation: int | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -33,22 +37,25 @@ def inspect_results(paths: ExperimentPaths) -> Situation:
     _refuse_groups(paths)
     state = read_state(paths.state_file)
     if state is not None:
-        return Situation(True, state.progress)
+        return Situation(True, state.progress, state.generation)
+    # Results whose state file is missing or damaged must not pass for a new experiment, which would delete them.
     has_commits = paths.generations.is_dir() and any(paths.generations.iterdir())
     return Situation(has_commits or paths.state_file.exists())
 
 
 def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> str:
     """Return START, RESUME or RESET, or refuse; a finished experiment never comes here without RESET."""
+    # An early refusal only: another run may still come first, so what counts is the lock that is taken later.
     check_free(paths)
     if arguments.mode == RESET:
+        # Only a reset deletes logs; a run may write them through a link.
         _refuse_links(paths.home / "experiment_logs", paths.name)
         return RESET
     if not found.exists:
         if arguments.mode == RESUME:
             raise StateConflict(
                 f"Experiment {paths.name!r} has no results to resume.\n"
-                f"  to start it: {command_line(paths.name, paths.home)}\n"
+                f"  to start it: {run_line(paths.name, paths.home)}\n"
                 "  --auto in place of --resume starts or continues, whichever is right."
             )
         return START
@@ -57,8 +64,8 @@ def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation
     stands = f"it stands at {found.progress}" if found.progress else "its state file is damaged"
     raise StateConflict(
         f"Experiment {paths.name!r} has unfinished results: {stands}.\n"
-        f"  to continue:    {command_line(paths.name, paths.home, '--resume')}\n"
-        f"  to start again: {command_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
+        f"  to continue:    {run_line(paths.name, paths.home, '--resume')}\n"
+        f"  to start again: {run_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
     )
 
 
@@ -92,14 +99,14 @@ def check_settings_exist(paths: ExperimentPaths) -> None:
         return
     known = settings_names(paths.home)
     if paths.settings.is_dir():
-        lacking = [name for name in ("pymodules", "settings") if not (paths.settings / name).is_dir()]
-        what = f"{paths.settings} must hold the folders pymodules and settings, but has no {' and no '.join(lacking)}."
+        missing = [name for name in ("pymodules", "settings") if not (paths.settings / name).is_dir()]
+        what = f"{paths.settings} must hold the folders pymodules and settings, but has no {' and no '.join(missing)}."
         raise UsageError(what, "compare it with the example: " + verb_line("new", "EXAMPLE", paths.home))
     raise unknown_experiment(paths, known, fix=f"{verb_line('new', paths.name, paths.home)}    (to make it)")
 
 
 def _refuse_links(top: Path, name: str) -> None:
-    """A link in place of an experiment's folder could lead a reset anywhere."""
+    """Refuse a link in place of an experiment's folder, or of a group of its name: a reset could delete anything."""
     path = top
     for segment in name.split("/"):
         path = path / segment
@@ -113,13 +120,15 @@ def _refuse_links(top: Path, name: str) -> None:
 
 
 def _refuse_groups(paths: ExperimentPaths) -> None:
-    """An experiment must not lie inside another one's results, nor contain others."""
+    """Refuse an experiment that lies inside another one's results, or whose results hold other things."""
     segments = paths.name.split("/")
     for count in range(1, len(segments)):
         above = "/".join(segments[:count])
         other = paths.other(above)
+        # Any one of these is enough: a start that was killed early has a lock and no state file yet.
         if other.state_file.exists() or other.generations.exists() or other.lock_file.exists():
             raise UsageError(f"{paths.name!r} must not lie inside an experiment, but {above!r} is one.")
+    # With a state file it is an experiment of ours, whatever else lies in it.
     if not paths.results.is_dir() or paths.state_file.exists():
         return
     names = [entry.name for entry in paths.results.iterdir()]

@@ -18,29 +18,33 @@ from pipeline.system.logging import LOGGER
 
 def check_writable(paths: ExperimentPaths) -> None:
     """Refuse before any work if results could not be written; the check itself leaves no trace."""
-    existing = _nearest_existing(paths)
+    existing = paths.results
+    while not existing.exists():
+        existing = existing.parent
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PipelineError(
             f"Results cannot be written: {existing} is not writable.\n  fix: change its permissions or --data-home."
         )
 
 
-def _nearest_existing(paths: ExperimentPaths) -> Path:
-    existing = paths.results
-    while not existing.exists():
-        existing = existing.parent
-    return existing
-
-
 def check_shared(paths: ExperimentPaths, processes: Processes, disk: Disk) -> None:
     """Refuse processes that do not see the same data home, by a token that rank zero writes and all must find."""
-    token = processes.on_rank_zero(lambda: _write_token(paths, disk))
-    # Machines may have the data home at different places.
-    seen = processes.gather(((paths.home / token).exists(), _place(paths)))
+
+    def write_token() -> Path:
+        check_writable(paths)
+        token = paths.start_token(uuid.uuid4().hex)
+        disk.perform("create", token, token.touch)
+        # Relative, because machines may have the data home at different places.
+        return token.relative_to(paths.home)
+
+    token = processes.on_rank_zero(write_token)
+    where = f"{paths.home} on host {socket.gethostname()}"
+    seen = processes.gather(((paths.home / token).exists(), where))
+    # No lock is held yet. A start that has it removes the tokens of all others, so rank zero may miss its own.
     if not seen[0][0]:
         raise StateConflict(f"Experiment {paths.name!r} is being started by another run at this moment.").shared()
-    processes.on_rank_zero(lambda: disk.remove(paths.home / token))
-    blind = [place for sees, place in seen if not sees]
+    processes.on_rank_zero(disk.remove, paths.home / token)
+    blind = [where for sees, where in seen if not sees]
     if blind:
         raise UsageError(
             f"All processes must see the same data home, but what rank 0 writes to {seen[0][1]} is not seen in "
@@ -49,24 +53,16 @@ def check_shared(paths: ExperimentPaths, processes: Processes, disk: Disk) -> No
         ).shared()
 
 
-def _write_token(paths: ExperimentPaths, disk: Disk) -> Path:
-    check_writable(paths)
-    token = paths.start_token(uuid.uuid4().hex)
-    disk.perform("create", token, token.touch)
-    return token.relative_to(paths.home)
-
-
-def _place(paths: ExperimentPaths) -> str:
-    return f"{paths.home} on host {socket.gethostname()}"
-
-
 def open_fresh(paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:
     """Create an empty results folder and hold its lock; what an interrupted start left behind is removed."""
+    # First: a later start would take the trash of a killed reset for one to complete, and delete this run's logs.
     finish_reset(paths, disk)
     disk.make_folder(paths.results)
     lock.acquire()
+    # Another run may have committed between the decision to start and the lock.
     if inspect_results(paths).exists:
         raise StateConflict(f"Experiment {paths.name!r} was just started by someone else.")
+    # All but the lock that is held and the folder of its claim.
     for name in sorted(OWN_NAMES - {paths.lock_file.name, paths.temp_data.name}):
         if os.path.lexists(paths.results / name):
             disk.remove_tree(paths.results / name)
@@ -81,6 +77,7 @@ def reset(paths: ExperimentPaths, disk: Disk) -> None:
         lock = RunLock(paths, disk)
         lock.acquire()
         disk.rename(paths.results, paths.trash)
+        # The rename must be durable before anything is deleted: a power cut must not bring back half an experiment.
         disk.sync_folder(paths.trash.parent)
         lock.release()
         finish_reset(paths, disk)
@@ -90,8 +87,12 @@ def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
     """Complete a reset that has renamed the results away; its trash shows that one has begun."""
     if not paths.trash.exists():
         return
+    # The logs before the trash, which is what tells the next start that they still have to go.
     if paths.logs.is_dir():
-        _clear(paths.logs.resolve(), _open_log_folder(), disk)
+        # The current torchrun has files open in LOG_DIR/RUN, which may lie below the logs. This variable leads there:
+        # LOG_DIR/RUN/attempt_N/LOCAL_RANK/error.json
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        _clear(paths.logs.resolve(), Path(error_file).resolve().parents[2] if error_file else None, disk)
     if not disk.remove_tree(paths.trash):
         # As long as it has its name, every start would take it for a reset that is not complete.
         aside = paths.left_aside(uuid.uuid4().hex)
@@ -101,15 +102,9 @@ def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
 
 
 def _clear(folder: Path, spared: Path | None, disk: Disk) -> None:
-    """Remove all in a folder but one folder somewhere below it."""
+    """Remove everything in a folder except one folder somewhere below it."""
     for entry in sorted(folder.iterdir()):
         if spared is not None and entry in spared.parents:
             _clear(entry, spared, disk)
         elif entry != spared:
             disk.remove_tree(entry)
-
-
-def _open_log_folder() -> Path | None:
-    """Return the folder into which the current torchrun writes: LOG_DIR/RUN/attempt_N/LOCAL_RANK/error.json."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).resolve().parents[2] if error_file else None

@@ -1,13 +1,18 @@
-"""The list of starts: what each one ran on, and whether their results can be bit-exact together."""
+"""The list of starts: what each one ran on, and whether their results can be bit-exact together.
+
+``provenance.py`` describes the start of this process. It is a file of its own because it needs torch, and verbs such as
+``status`` and ``logs`` read the list without importing torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
@@ -36,10 +41,49 @@ _COMPARED = (
     "cuda",
     "cudnn",
 )
+Facts = Mapping[str, object]
+
+# One line of starts.jsonl. Every key may be missing, because earlier versions recorded less. A fact of which every rank
+# has the same value is written once, else as a list by rank. The functional form is needed: "from" is a keyword.
+Start = TypedDict(
+    "Start",
+    {
+        "id": str,
+        "command": list[str],
+        "time": str,
+        "host": str,
+        "pid": int,
+        "from": dict[str, object],
+        "world_size": int,
+        "backend": str,
+        "devices": list[str],
+        "cpus": list[str],
+        "cpu_capabilities": list[str],
+        "cpu_variables": str | list[str],
+        # An int, or a list of them; readers that need a number look for themselves which one it is.
+        "threads": Any,
+        "deterministic": bool,
+        "torch": str | list[str],
+        "numpy": str | list[str],
+        "mkl": str | list[str | None] | None,
+        "onednn": str | list[str | None] | None,
+        "blas": str | list[str | None] | None,
+        "cuda": str | list[str | None] | None,
+        "cudnn": str | list[str | None] | None,
+        "launchers": list[str | None],
+        "pipeline": str,
+        "python": str,
+        "git_commit": str | None,
+        "git_dirty": bool | None,
+        # The whole line, if it is not a JSON object; no other key is there then.
+        "unreadable": str,
+    },
+    total=False,
+)
 
 
-def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
-    """Return what each start so far has said of itself."""
+def read_starts(paths: ExperimentPaths) -> list[Start]:
+    """Return the record of each start so far, oldest first."""
     try:
         content = read_regular(paths.starts_file)
     except FileNotFoundError:
@@ -47,25 +91,36 @@ def read_starts(paths: ExperimentPaths) -> list[dict[str, Any]]:
     except OSError as error:
         # The file is rewritten with each start, which must not lose one that cannot be read.
         raise PipelineError(f"{error.filename} cannot be read: {error.strerror}.\n  fix: move it away.") from error
-    return [_parsed(line) for line in content.decode(errors="replace").splitlines()]
+    return [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
 
 
-def run_id(paths: ExperimentPaths) -> str:
-    """Return what names an experiment from its first start to its reset."""
-    return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """Keep a line that cannot be read for those who can make something of it."""
+def _parse_line(line: str) -> Start:
+    """Return a record; a damaged line is kept, because the next start writes the whole list again."""
     try:
-        start = json.loads(line)
+        start: Start = json.loads(line)
     except (ValueError, RecursionError):
         return {"unreadable": line}
     return start if isinstance(start, dict) else {"unreadable": line}
 
 
-def record_start(paths: ExperimentPaths, start: dict[str, Any], disk: Disk, staging: Path) -> None:
+def run_id(paths: ExperimentPaths) -> str:
+    """Return an identifier that an experiment keeps from its first start to its reset."""
+    # Nothing else is both written once and unlike that of the same experiment before a reset.
+    return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def last_num_processes(paths: ExperimentPaths) -> int | None:
+    """Return how many processes the latest start had, if that is known and they were on one machine."""
+    starts = read_starts(paths)
+    last = starts[-1] if starts else Start()
+    # One launcher for each rank's machine; a line for several machines cannot be made from here.
+    is_on_one_machine = len(set(last.get("launchers", []))) <= 1
+    return last.get("world_size") if is_on_one_machine else None
+
+
+def record_start(paths: ExperimentPaths, start: Start, disk: Disk, staging: Path) -> None:
     """Add one line to the list of starts, atomically."""
+    # Replaced as a whole, not appended to: a kill or a power cut within an append would leave half a line.
     lines = [json.dumps(known, sort_keys=True) + "\n" for known in [*read_starts(paths), start]]
     disk.replace_file(paths.starts_file, bytes_writer("".join(lines).encode()), staging / paths.starts_file.name)
 
@@ -89,10 +144,10 @@ class _Stretch:
 
     number: int
     place: Progress
-    facts: dict[str, Any]
+    facts: Facts
 
 
-def compare_starts(starts: list[dict[str, Any]], *, is_exact: bool) -> Conditions:
+def compare_starts(starts: Sequence[Start], *, is_exact: bool) -> Conditions:
     """Compare the last of the starts with those before it."""
     ignored = _GROUP if is_exact else ()
     earlier = [start for start in starts[:-1] if "unreadable" not in start]
@@ -104,60 +159,68 @@ def compare_starts(starts: list[dict[str, Any]], *, is_exact: bool) -> Condition
     )
 
 
-def _find_doubt(starts: list[dict[str, Any]], ignored: tuple[str, ...]) -> str:
+def _find_doubt(starts: Sequence[Start], ignored: tuple[str, ...]) -> str:
     stretches = _find_stretches(starts)
-    first: dict[str, Any] = {}
+    first: Facts = {}
     for stretch in stretches:
         # An older version recorded less: then the first start that has a fact is the one to compare with.
         first = {**stretch.facts, **first}
         when = "now" if stretch.number == len(starts) else f"start {stretch.number}"
         changes = [words for name, words in differences(first, stretch.facts).items() if name not in ignored]
-        unequal = _find_unequal_ranks(stretch.facts)
+        # Each rank computes its own update and one of them is committed, so ranks that differ put bits in doubt too.
+        unequal = [f"{name} {_describe(fact)}" for name, fact in stretch.facts.items() if len(_list_kinds(fact)) > 1]
         if changes or unequal:
-            what = f"{', '.join(changes)} (first start → {when})" if changes else f"{', '.join(unequal)} ({when})"
-            return f"not bit-exact: {what}; bits may differ from {stretch.place.describe_next()} on"
-    unknown = next((number for number, start in enumerate(starts, 1) if _read_place(start) is None), None)
-    if unknown is not None:
-        return f"not known to be bit-exact: line {unknown} of starts.jsonl is damaged"
+            reason = f"{', '.join(changes)} (first start → {when})" if changes else f"{', '.join(unequal)} ({when})"
+            return f"not bit-exact: {reason}; bits may differ from {stretch.place.describe_next()} on"
+    damaged = next((number for number, start in enumerate(starts, 1) if _read_place(start) is None), None)
+    if damaged is not None:
+        return f"not known to be bit-exact: line {damaged} of starts.jsonl is damaged"
     if stretches and stretches[0].place != Progress():
         return f"not known to be bit-exact: no start before {stretches[0].place.describe_next()} is recorded"
     return ""
 
 
-def _find_stretches(starts: list[dict[str, Any]]) -> list[_Stretch]:
-    """Return the starts of whose work something is left.
-
-    A start replaces what earlier ones computed behind the place it continues from: that was lost with a kill, or with
-    a damaged commit.
-    """
+def _find_stretches(starts: Sequence[Start]) -> list[_Stretch]:
+    """Return the starts of whose work something is left."""
     stretches: list[_Stretch] = []
     for number, start in enumerate(starts, 1):
         place = _read_place(start)
         if place is not None:
+            # What earlier starts computed behind this place was lost, with a kill or with a damaged commit.
             stretches = [stretch for stretch in stretches if stretch.place.order < place.order]
             stretches.append(_Stretch(number, place, _select_facts(start)))
     return stretches
 
 
-def _read_place(start: dict[str, Any]) -> Progress | None:
+def _read_place(start: Start) -> Progress | None:
+    """Return where a start continued from; None if its line does not say."""
     try:
         return Progress.from_json(start["from"])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+def differences(before: Facts, now: Facts) -> dict[str, str]:
     """Return what changed between two starts, by name, in words; only what both have recorded is compared."""
     old = _select_facts(before)
     new = _select_facts(now)
-    return {
-        name: f"{name} {_describe(old[name])} → {_describe(new[name])}"
-        for name in _COMPARED
-        if name in old and name in new and not _is_same(old[name], new[name])
-    }
+    changes = {}
+    for name in _COMPARED:
+        if name not in old or name not in new:
+            continue
+        old_fact = old[name]
+        new_fact = new[name]
+        if isinstance(old_fact, list) and isinstance(new_fact, list) and len(old_fact) == len(new_fact):
+            is_same = old_fact == new_fact
+        else:
+            # With another number of ranks, ranks do not correspond: compare which values there are.
+            is_same = _list_kinds(old_fact) == _list_kinds(new_fact)
+        if not is_same:
+            changes[name] = f"{name} {_describe(old_fact)} → {_describe(new_fact)}"
+    return changes
 
 
-def _select_facts(start: dict[str, Any]) -> dict[str, Any]:
+def _select_facts(start: Facts) -> dict[str, object]:
     """Return what a start has recorded of what bits depend on."""
     facts = {name: start[name] for name in _COMPARED if name in start}
     if facts.get("cpus") == facts.get("devices"):
@@ -169,21 +232,10 @@ def _select_facts(start: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _is_same(before: Any, now: Any) -> bool:
-    """Compare rank by rank; with another number of ranks, compare which values there are."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return before == now
-    return _list_kinds(before) == _list_kinds(now)
+def _list_kinds(fact: object) -> set[str]:
+    """Return the different values that ranks have recorded."""
+    return {shown_fact(value) for value in (fact if isinstance(fact, list) else [fact])}
 
 
-def _list_kinds(value: Any) -> set[str]:
-    return {shown_fact(entry) for entry in (value if isinstance(value, list) else [value])}
-
-
-def _find_unequal_ranks(facts: dict[str, Any]) -> list[str]:
-    """Return what was not the same on every rank: each computes its own update, and only one is committed."""
-    return [f"{name} {_describe(value)}" for name, value in facts.items() if len(_list_kinds(value)) > 1]
-
-
-def _describe(value: Any) -> str:
-    return shown_by_rank(value) if isinstance(value, list) else shown_fact(value)
+def _describe(fact: object) -> str:
+    return shown_by_rank(fact) if isinstance(fact, list) else shown_fact(fact)

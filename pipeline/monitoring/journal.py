@@ -1,6 +1,6 @@
 """The journal: how long epochs took and how each start of an experiment ended, one JSON line each.
 
-It lies among the logs, because a resume does not need it and no two runs write the same.
+It is kept with the logs, because a resume does not need it and no two runs write the same.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pipeline.monitoring.json_values import as_int
 from pipeline.system.files import read_regular
 from pipeline.system.logging import LOGGER
 
@@ -28,9 +29,10 @@ class Journal:
         self.start = 0
         self._has_warned = False
 
-    def note(self, kind: str, **facts: Any) -> None:
-        """Write down one event of the start in hand."""
-        event = {"kind": kind, "start": self.start, "rank": self.rank, "time": _now(), **facts}
+    def note(self, kind: str, **facts: object) -> None:
+        """Append one event of the current start."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S%z")
+        event = {"kind": kind, "start": self.start, "rank": self.rank, "time": now, **facts}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Opening a pipe would wait for a reader; one write keeps the lines of several processes apart.
@@ -45,23 +47,29 @@ class Journal:
             self._has_warned = True
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return every event that can be read; a kill may have torn the last one."""
+@dataclass(frozen=True)
+class Event:
+    """One line of the journal: what happened on which rank of which start; ``facts`` is the whole line."""
+
+    kind: str
+    start: int | None
+    rank: int | None
+    facts: dict[str, object]
+
+
+def read_journal(path: Path) -> list[Event]:
+    """Return every event that can be read."""
     try:
         lines = read_regular(path).decode(errors="replace").splitlines()
     except OSError:
         return []
-    events = (_parsed(line) for line in lines)
-    return [event for event in events if isinstance(event.get("kind"), str)]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return event if isinstance(event, dict) else {}
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S%z")
+    events = []
+    for line in lines:
+        try:
+            facts = json.loads(line)
+        except (ValueError, RecursionError):
+            # A kill may have torn the last line of a start.
+            continue
+        if isinstance(facts, dict) and isinstance(facts.get("kind"), str):
+            events.append(Event(facts["kind"], as_int(facts.get("start")), as_int(facts.get("rank")), facts))
+    return events

@@ -1,13 +1,14 @@
-"""Launches: which process was started, or job submitted, for an experiment, so that others can see it coming."""
+"""The launch record: which background process or Slurm job was started for an experiment, before its run exists."""
 
 from __future__ import annotations
 
 import json
 import socket
 import time
-from typing import Any
+from dataclasses import dataclass
 
-from pipeline.lifecycle.starts import read_starts
+from pipeline.lifecycle.starts import Start, read_starts
+from pipeline.monitoring.json_values import as_int, as_text
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import read_json
 from pipeline.system.files import replace_text
@@ -16,42 +17,58 @@ from pipeline.system.slurm_client import own_jobs, standing
 
 
 def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) -> None:
-    """Write down who was started, atomically, and after which other experiment this one comes."""
+    """Record a background process, and the experiment that it trains before this one."""
+    # A process number is used again after a while; the mark tells the processes that had it apart.
     _record(paths, {"pid": pid, "mark": process_mark(pid)}, after)
 
 
 def record_job(paths: ExperimentPaths, job: str, after: str | None = None) -> None:
-    """Write down which job of a scheduler will run an experiment."""
+    """Record the Slurm job that will run an experiment."""
     _record(paths, {"job": job}, after)
 
 
-def _record(paths: ExperimentPaths, who: dict[str, Any], after: str | None) -> None:
-    facts = {
-        **who,
+def _record(paths: ExperimentPaths, launched: dict[str, object], after: str | None) -> None:
+    starts = read_starts(paths)
+    content = {
+        **launched,
         "after": after,
-        "last_start": _last_start(paths),
+        "last_start": starts[-1] if starts else None,
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
     }
-    replace_text(paths.launch_file, json.dumps(facts) + "\n")
+    replace_text(paths.launch_file, json.dumps(content) + "\n")
 
 
-def has_opened(paths: ExperimentPaths, launch: dict[str, Any]) -> bool:
-    """Return whether the launched process has recorded a start."""
-    return _last_start(paths) not in (None, launch.get("last_start"))
+@dataclass(frozen=True)
+class Launch:
+    """A launch that is not over; ``content`` is the record, with the answer of Slurm for a job."""
+
+    pid: int | None
+    job: str | None
+    job_state: str
+    job_reason: str
+    after: str | None
+    content: dict[str, object]
+
+    def has_opened(self, last_start: Start | None) -> bool:
+        """Return whether the launched process has recorded a start, given the last one that is recorded now."""
+        return last_start is not None and last_start != self.content.get("last_start")
 
 
-def _last_start(paths: ExperimentPaths) -> dict[str, Any] | None:
-    starts = read_starts(paths)
-    return starts[-1] if starts else None
-
-
-def launch_facts(paths: ExperimentPaths) -> dict[str, Any]:
-    """Return what was written down of a launch that still runs here, or of a job that is not over, or nothing."""
-    facts = read_json(paths.launch_file)
-    if "job" in facts:
+def read_launch(paths: ExperimentPaths) -> Launch | None:
+    """Return the launch whose process still runs on this host or whose job is not over, if there is one."""
+    content = read_json(paths.launch_file)
+    job = as_text(content.get("job"))
+    after = as_text(content.get("after"))
+    if "job" in content:
         # A job that asks about its own experiment wants to know how its run has ended.
-        found = None if facts["job"] in own_jobs() else standing(facts["job"])
-        return {**facts, "job_state": found.state, "job_reason": found.reason} if found else {}
-    is_here = facts.get("host") == socket.gethostname() and facts.get("mark") is not None
-    return facts if is_here and process_mark(facts.get("pid")) == facts["mark"] else {}
+        answer = None if job in own_jobs() else standing(job)
+        if answer is None:
+            return None
+        content |= {"job_state": answer.state, "job_reason": answer.reason}
+        return Launch(None, job, answer.state, answer.reason, after, content)
+    # Process numbers of another host mean nothing here.
+    is_here = content.get("host") == socket.gethostname() and content.get("mark") is not None
+    if not is_here or process_mark(content.get("pid")) != content["mark"]:
+        return None
+    return Launch(as_int(content.get("pid")), None, "", "", after, content)

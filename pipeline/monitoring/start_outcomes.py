@@ -1,15 +1,15 @@
-"""How each start of an experiment went: what it said of itself, and what the journal noted until its end."""
+"""How each start of an experiment went: what it recorded when it began, and what the journal has of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
 
-from pipeline.lifecycle.starts import differences, read_starts
-from pipeline.monitoring.journal import END, START, read_journal
-from pipeline.paths import ExperimentPaths
+from pipeline.lifecycle.starts import Start, differences
+from pipeline.monitoring.journal import END, START, Event
+from pipeline.monitoring.json_values import as_progress
 from pipeline.progress import Progress
-from pipeline.store.lock import shows_life
 
 FINISHED = "finished"
 STOPPED = "stopped"
@@ -17,70 +17,84 @@ FAILED = "failed"
 KILLED = "killed"
 RUNNING = "running"
 UNKNOWN = "unknown"
-Event = dict[str, Any]
-_MAX_CHARACTERS = 20_000
+_MAX_ERROR_CHARACTERS = 20_000
 
 
-def outcomes(paths: ExperimentPaths) -> list[dict[str, Any]]:
-    """Return one entry per start, the first start first."""
-    starts = read_starts(paths)
-    events = read_journal(paths.journal_file)
-    found = []
+@dataclass(frozen=True)
+class RankError:
+    """The error that one rank noted."""
+
+    rank: int | None
+    error: str
+
+
+@dataclass(frozen=True)
+class StartOutcome:
+    """One start: where it began, what it recorded of its surroundings, and how it ended."""
+
+    number: int
+    progress: Progress | None
+    recorded: Start
+    changed: list[str]
+    outcome: str
+    reason: str | None
+    errors: list[RankError]
+    began: str
+    seconds: float | None
+
+    def end_to_json(self) -> dict[str, object]:
+        """Return how the start ended."""
+        return {"outcome": self.outcome, "reason": self.reason, "errors": [asdict(error) for error in self.errors]}
+
+
+def describe_starts(starts: Sequence[Start], journal: Sequence[Event], *, is_alive: bool) -> list[StartOutcome]:
+    """Return one entry per start, the first start first; only the last one can be the run that is alive."""
+    outcomes = []
+    before: Start = {}
     for number, start in enumerate(starts, 1):
-        own = [event for event in events if event.get("start") == number]
-        is_live = number == len(starts) and not _ends(own) and shows_life(paths)
-        before = starts[number - 2] if number > 1 else {}
-        found.append({"number": number, **_told(start, before), **_outcome(own, is_live), **_times(start, own)})
-    return found
+        events = [event for event in journal if event.start == number]
+        # A line of the list that cannot be read is kept there as it is, and says nothing here.
+        recorded: Start = {} if "unreadable" in start else start
+        outcome, reason = _find_end(events, is_alive=is_alive and number == len(starts))
+        # Listed as written: the process that failed first comes first, the others only report its loss.
+        failures = [(event.rank, str(event.facts["error"])) for event in events if event.facts.get("error")]
+        began = _parse_time(start.get("time"))
+        last = _parse_time(events[-1].facts.get("time")) if events else None
+        outcomes.append(
+            StartOutcome(
+                number=number,
+                progress=as_progress(recorded.get("from")),
+                recorded=recorded,
+                changed=list(differences(before, recorded).values()),
+                outcome=outcome,
+                reason=reason,
+                errors=[RankError(rank, error[:_MAX_ERROR_CHARACTERS]) for rank, error in failures],
+                began=str(start.get("time", "")),
+                seconds=(last - began).total_seconds() if began and last else None,
+            )
+        )
+        before = start
+    return outcomes
 
 
-def _told(start: Event, before: Event) -> dict[str, Any]:
-    """Return what a start said of itself; a line that cannot be read has said nothing."""
-    said = {} if "unreadable" in start else start
-    return {
-        "from": place(said.get("from")),
-        "said": said,
-        "changed": list(differences(before, said).values()),
-    }
-
-
-def place(value: Any) -> dict[str, Any] | None:
-    """Return a place in an experiment as it was noted, with its words, if it is one."""
-    try:
-        progress = Progress.from_json(value)
-    except (KeyError, TypeError, ValueError):
-        return None
-    return {**progress.as_json(), "words": str(progress)}
-
-
-def _ends(events: list[Event]) -> list[Event]:
-    """Return how processes ended, rank zero's word first because it speaks for all when it has one."""
-    ends = [event for event in events if event["kind"] == END]
-    return sorted(ends, key=lambda event: (event.get("outcome") == FAILED, event.get("rank") != 0))
-
-
-def _outcome(events: list[Event], is_live: bool) -> dict[str, Any]:
-    ends = _ends(events)
-    # The process that failed first has written first; the others only report its loss.
-    failures = [event for event in events if event.get("error")]
-    errors = [{"rank": event.get("rank"), "error": str(event["error"])[:_MAX_CHARACTERS]} for event in failures]
+def _find_end(events: list[Event], *, is_alive: bool) -> tuple[str, str | None]:
+    """Return the outcome of a start and its reason."""
+    ends = [event for event in events if event.kind == END]
+    # A rank may fail while it leaves, when the others have ended well: that does not undo their outcome.
+    # Among equals rank zero decides: it speaks for all ranks.
+    ranked = [(event.facts.get("outcome") == FAILED, event.rank != 0) for event in ends]
     if ends:
-        reason = ends[0].get("reason")
-        return {"outcome": str(ends[0].get("outcome")), "reason": str(reason) if reason else None, "errors": errors}
-    was_noted = any(event["kind"] == START for event in events)
-    outcome = RUNNING if is_live else KILLED if was_noted else UNKNOWN
-    return {"outcome": outcome, "reason": None, "errors": errors}
+        end = ends[ranked.index(min(ranked))]
+        reason = end.facts.get("reason")
+        return str(end.facts.get("outcome")), str(reason) if reason else None
+    if is_alive:
+        return RUNNING, None
+    # Without a note of its start the journal itself is gone, which does not prove a kill.
+    was_noted = any(event.kind == START for event in events)
+    return KILLED if was_noted else UNKNOWN, None
 
 
-def _times(start: Event, events: list[Event]) -> dict[str, Any]:
-    """Return when a start began and for how long it was heard of."""
-    last = events[-1].get("time") if events else None
-    ends = [_time(text) for text in (start.get("time"), last)]
-    seconds = (ends[1] - ends[0]).total_seconds() if ends[0] and ends[1] else None
-    return {"began": str(start.get("time", "")), "seconds": seconds}
-
-
-def _time(text: Any) -> datetime | None:
+def _parse_time(text: object) -> datetime | None:
     try:
         return datetime.strptime(str(text), "%Y-%m-%d %H:%M:%S%z")
     except ValueError:

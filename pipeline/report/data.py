@@ -4,69 +4,141 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from dataclasses import asdict
+from typing import TypedDict
 
-from pipeline.lifecycle.mode import inspect_results
 from pipeline.monitoring.curves import Curve, History, Steps
-from pipeline.monitoring.journal import EPOCH, read_journal
-from pipeline.monitoring.start_outcomes import FAILED, FINISHED, KILLED, RUNNING, UNKNOWN, outcomes, place
-from pipeline.monitoring.status_file import read_status
+from pipeline.monitoring.experiment_state import ExperimentState, read_run_owner
+from pipeline.monitoring.journal import END, read_journal
+from pipeline.monitoring.start_outcomes import (
+    FAILED,
+    FINISHED,
+    KILLED,
+    RUNNING,
+    UNKNOWN,
+    StartOutcome,
+    describe_starts,
+)
 from pipeline.paths import ExperimentPaths
-from pipeline.report.lineage import lineage
-from pipeline.report.series import MAX_POINTS, series, shortened
-from pipeline.store.lock import read_owner
-from pipeline.store.store import read_current_manifest
+from pipeline.progress import TRAINING, Progress
+from pipeline.report.lineage import Link, trace_lineage
+from pipeline.report.series import (
+    MAX_POINTS,
+    Series,
+    collect_epoch_costs,
+    count_steps_per_epoch,
+    make_series,
+    shorten,
+)
 from pipeline.system.files import read_regular
 from pipeline.system.formatting import flat
 
 _MAX_SERIES = 20
-_FEWEST_POINTS = 100
+_MIN_POINTS = 100
 _SHOWN_OF_EACH = ("world_size", "backend", "host")
 _SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 
 
-def collect(paths: ExperimentPaths, max_points: int = MAX_POINTS) -> dict[str, Any]:
+class Place(TypedDict):
+    """A place in an experiment, with its words."""
+
+    stage: str
+    epoch: int
+    step: int
+    words: str
+
+
+class Now(TypedDict):
+    """What a live run says of itself."""
+
+    at: Place | None
+    eta: float | None
+    owner: dict[str, object]
+
+
+class Best(TypedDict):
+    """The best epoch, and the value of each register there."""
+
+    epoch: int
+    values: dict[str, float | None]
+
+
+class SkippedSteps(TypedDict):
+    """How many steps were skipped, and where."""
+
+    count: int
+    epochs: list[float | None]
+
+
+class Story(TypedDict):
+    """What the page knows of one experiment; page.js and its neighbours read exactly these names."""
+
+    name: str
+    state: str
+    place: Place | None
+    now: Now | None
+    errors: list[dict[str, object]]
+    best: Best | None
+    registers: list[dict[str, object]]
+    curves: dict[str, dict[str, Series]]
+    skipped: SkippedSteps
+    starts: list[dict[str, object]]
+    lineage: list[Link]
+    settings: dict[str, object]
+    copies: dict[str, str]
+
+
+def collect(experiment: ExperimentState, max_points: int = MAX_POINTS) -> Story:
     """Return the story of one experiment; ``max_points`` limits each of its series."""
-    manifest = read_current_manifest(paths)
-    starts = outcomes(paths)
-    settings = _settings(paths)
-    steps = History(paths).steps()
-    run_state = manifest.run_state if manifest else {}
+    paths = experiment.paths
+    journal = read_journal(paths.journal_file)
+    # A start that has noted its end is not alive, whatever the lock says: it may be the run that writes this page.
+    has_ended = any(event.kind == END and event.start == len(experiment.starts) for event in journal)
+    owner = None if has_ended else read_run_owner(paths)
+    starts = describe_starts(experiment.starts, journal, is_alive=owner is not None and owner.is_alive)
+    progress = experiment.results.progress
+    best = experiment.best
+    state = starts[-1].outcome if starts else UNKNOWN
+    if experiment.results.is_finished:
+        state = FINISHED
+    now: Now | None = None
+    if state == RUNNING:
+        status = experiment.status
+        content = owner.content if owner else {}
+        now = {"at": _describe_place(status.progress), "eta": shorten(status.eta_seconds), "owner": content}
+    history = experiment.history()
+    steps = history.steps()
+    num_steps = count_steps_per_epoch(steps)
+    # Of very many skipped steps only some are drawn.
+    every = math.ceil(len(steps.skipped) / max_points) or 1
+    settings = _read_settings(paths)
     return {
         "name": paths.name,
-        **_state(paths, starts),
-        "best": run_state.get("best") or None,
-        "registers": _registers(settings),
-        "curves": _curves(paths, steps, max_points),
-        "skipped": _skipped(steps, max_points),
-        "starts": _placed(starts, _num_steps(steps)),
-        "lineage": lineage(paths),
-        "settings": dict(flat(settings)),
-        "copies": manifest.copies if manifest else {},
-    }
-
-
-def _state(paths: ExperimentPaths, starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return whether a run is alive or how the last one ended, and where the experiment stands."""
-    progress = inspect_results(paths).progress
-    outcome = starts[-1]["outcome"] if starts else UNKNOWN
-    state = FINISHED if progress and progress.is_finished else outcome
-    return {
         "state": state,
-        "place": place(progress.as_json()) if progress else None,
-        "now": _now(paths) if state == RUNNING else None,
-        "errors": starts[-1]["errors"] if state in (FAILED, KILLED) and starts else [],
+        "place": _describe_place(progress),
+        "now": now,
+        "errors": [asdict(error) for error in starts[-1].errors] if state in (FAILED, KILLED) else [],
+        "best": {"epoch": best.epoch, "values": best.values} if best else None,
+        "registers": _list_registers(settings["loss_registers"]),
+        "curves": _collect_curves(history, steps, collect_epoch_costs(journal, num_steps), max_points),
+        "skipped": {"count": len(steps.skipped), "epochs": [shorten(epoch) for epoch in steps.skipped[::every]]},
+        "starts": [_describe_start(start, num_steps, is_last=start is starts[-1]) for start in starts],
+        "lineage": trace_lineage(paths),
+        "settings": dict(flat(settings)),
+        "copies": experiment.manifest.copies if experiment.manifest else {},
     }
 
 
-def _now(paths: ExperimentPaths) -> dict[str, Any]:
-    """Return what a live run says of itself."""
-    status = read_status(paths.status_file)
-    return {"at": place(status.get("progress")), "eta": shortened(status.get("eta")), "owner": read_owner(paths)}
+def _describe_place(progress: Progress | None) -> Place | None:
+    if progress is None:
+        return None
+    return {"stage": progress.stage, "epoch": progress.epoch, "step": progress.step, "words": str(progress)}
 
 
-def _curves(paths: ExperimentPaths, steps: Steps, max_points: int) -> dict[str, Any]:
-    history = History(paths)
+def _collect_curves(
+    history: History, steps: Steps, costs: dict[str, dict[str, Curve]], max_points: int
+) -> dict[str, dict[str, Series]]:
+    """Return every group of curves as series."""
     groups = {
         "train": history.epochs("train"),
         "val": history.epochs("val"),
@@ -74,92 +146,53 @@ def _curves(paths: ExperimentPaths, steps: Steps, max_points: int) -> dict[str, 
         "rates": steps.rates,
         "grad_norms": steps.grad_norms,
         "loss_weights": history.loss_weights(),
-        **_paces(paths, _num_steps(steps)),
+        **costs,
     }
-    max_points = max(_FEWEST_POINTS, max_points * _MAX_SERIES // max(_MAX_SERIES, sum(map(len, groups.values()))))
+    # Every experiment gets a page: many series share the points of a few, so that the page stays small.
+    num_series = sum(map(len, groups.values()))
+    max_points = max(_MIN_POINTS, max_points * _MAX_SERIES // max(_MAX_SERIES, num_series))
     return {
-        kind: {name: series(curve, max_points) for name, curve in curves.items()} for kind, curves in groups.items()
+        group: {name: make_series(curve, max_points) for name, curve in curves.items()}
+        for group, curves in groups.items()
     }
 
 
-def _paces(paths: ExperimentPaths, num_steps: int) -> dict[str, dict[str, Curve]]:
-    """Return how long epochs took and how much memory they needed, as far as it was noted."""
-    noted: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for event in read_journal(paths.journal_file):
-        if event["kind"] == EPOCH and type(event.get("epoch")) is int and event.get("split") in ("train", "val"):
-            noted.setdefault((event["split"], event["epoch"]), []).append(event)
-    times = {"training": Curve(), "loading data": Curve(), "validation": Curve()}
-    memory: dict[str, Curve] = {"memory": Curve()}
-    for (split, epoch), events in sorted(noted.items(), key=lambda item: item[0][1]):
-        if split == "train":
-            _add(times["training"], epoch, _whole(events, "seconds", num_steps))
-            _add(times["loading data"], epoch, _whole(events, "data_seconds", num_steps))
-            _add(memory["memory"], epoch, shortened(events[-1].get("memory")))
-        else:
-            _add(times["validation"], epoch, shortened(events[-1].get("seconds")))
-    return {"times": times, "memory": memory}
+def _describe_start(start: StartOutcome, num_steps: int, *, is_last: bool) -> dict[str, object]:
+    """Return one start with its place on the axis of epochs."""
+    progress = start.progress
+    epoch = None
+    if progress is not None:
+        # Epoch 3 is trained between 2 and 3 of the axis, and evaluated at 3.
+        whole = progress.epoch - (progress.stage == TRAINING)
+        epoch = shorten(whole + (progress.step / num_steps if num_steps else 0))
+    # The page shows the surroundings of the last start; of the others a few words are enough.
+    recorded = start.recorded if is_last else {name: start.recorded.get(name) for name in _SHOWN_OF_EACH}
+    return {
+        "number": start.number,
+        "from": _describe_place(progress),
+        "said": recorded,
+        "changed": start.changed,
+        **start.end_to_json(),
+        "began": start.began,
+        "seconds": start.seconds,
+        "epoch": epoch,
+    }
 
 
-def _add(curve: Curve, epoch: int, value: float | None) -> None:
-    curve.epochs.append(epoch)
-    curve.values.append(math.nan if value is None else value)
+def _read_settings(paths: ExperimentPaths) -> dict[str, object]:
+    """Return the settings of the frozen copy by file; one that cannot be read is empty."""
+    settings: dict[str, object] = {}
+    for name in _SETTINGS_FILES:
+        try:
+            settings[name] = json.loads(read_regular(paths.results / "settings" / f"{name}.json"))
+        except (OSError, ValueError, RecursionError):
+            settings[name] = {}
+    return settings
 
 
-def _whole(events: list[dict[str, Any]], name: str, num_steps: int) -> float | None:
-    """Return the seconds of a whole epoch; of one that was interrupted, those of the parts that were noted, scaled."""
-    parts = [(shortened(event.get(name)), _num_noted(event.get("steps"))) for event in events]
-    known = [(seconds, count) for seconds, count in parts if seconds is not None and count > 0]
-    noted = sum(count for _, count in known)
-    return sum(seconds for seconds, _ in known) * (num_steps or noted) / noted if noted else None
-
-
-def _num_noted(steps: Any) -> int:
-    is_range = isinstance(steps, list) and len(steps) == 2 and all(type(step) is int for step in steps)
-    return max(0, steps[1] - steps[0] + 1) if is_range else 0
-
-
-def _num_steps(steps: Steps) -> int:
-    """Return the number of steps of an epoch, which places its first step."""
-    first = next((curve.epochs[0] for curve in steps.rates.values() if curve.epochs), None)
-    return round(1 / first) if first and first <= 1 else 0
-
-
-def _skipped(steps: Steps, max_points: int) -> dict[str, Any]:
-    every = math.ceil(len(steps.skipped) / max_points) or 1
-    return {"count": len(steps.skipped), "epochs": [shortened(epoch) for epoch in steps.skipped[::every]]}
-
-
-def _placed(starts: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
-    """Return the starts with their places on the axis of epochs; all that one said is shown of the last alone."""
-    shown = [{name: start["said"].get(name) for name in _SHOWN_OF_EACH} for start in starts[:-1]]
-    said = [*shown, *(start["said"] for start in starts[-1:])]
-    return [
-        {**start, "said": own, "epoch": _epoch(start["from"], num_steps)}
-        for start, own in zip(starts, said, strict=True)
-    ]
-
-
-def _epoch(at: dict[str, Any] | None, num_steps: int) -> float | None:
-    if at is None:
-        return None
-    is_training = at["stage"] == "training"
-    return shortened(at["epoch"] - is_training + (at["step"] / num_steps if num_steps else 0))
-
-
-def _settings(paths: ExperimentPaths) -> dict[str, Any]:
-    return {name: _read(paths, name) for name in _SETTINGS_FILES}
-
-
-def _read(paths: ExperimentPaths, name: str) -> Any:
-    try:
-        return json.loads(read_regular(paths.results / "settings" / f"{name}.json"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _registers(settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_registers(settings: object) -> list[dict[str, object]]:
     """Return name, direction and whether it is optimised, in the order of the settings."""
-    file = settings["loss_registers"]
-    listed = file.get("loss_registers") if isinstance(file, dict) else None
+    listed = settings.get("loss_registers") if isinstance(settings, dict) else None
+    # A register may be given by its name alone.
     entries = [{"name": entry} if isinstance(entry, str) else entry for entry in listed or [] if entry]
     return [{"optimize": True, "direction": "min", **entry} for entry in entries if isinstance(entry, dict)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from pipeline.experiment.pymodules.user_code import author_frames
 from pipeline.monitoring.journal import END, Journal
@@ -16,24 +15,19 @@ from pipeline.system.logging import LOGGER
 
 @contextmanager
 def reported(paths: ExperimentPaths, journal: Journal, close: Callable[[], None]) -> Iterator[None]:
-    """Close what a run has opened; one that fails is noted by every rank, and rank zero leaves a page about it."""
+    """Close what a run has opened; every rank notes a failure, and rank zero writes a page about it."""
     try:
         yield
     except BaseException as error:
-        journal.note(END, outcome="failed", error=_told(error))
+        # The frames of the experiment's own code say more than those of the pipeline around them.
+        text = author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
+        # Before closing, which may fail as well.
+        journal.note(END, outcome="failed", error=text)
         close()
         # After an interrupt, end at once.
         if journal.rank == 0 and isinstance(error, Exception):
-            _name(leave_report(paths))
+            page = leave_report(paths)
+            if page is not None:
+                LOGGER.info("report: %s", page)
         raise
     close()
-
-
-def _name(page: Path | None) -> None:
-    if page is not None:
-        LOGGER.info("report: %s", page)
-
-
-def _told(error: BaseException) -> str:
-    """Return what a journal should say of an error: the author's own frames if there are any."""
-    return author_frames(error) or "".join(traceback.format_exception_only(type(error), error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pipeline.errors import UsageError
 from pipeline.paths import ExperimentPaths
@@ -14,14 +14,24 @@ from pipeline.system.files import read_regular
 _MAX_EXPERIMENTS = 50
 
 
-def lineage(paths: ExperimentPaths) -> list[dict[str, str]]:
+class Link(TypedDict):
+    """Where one module took its weights from: a pool of an experiment, or a file if ``experiment`` is empty."""
+
+    of: str
+    module: str
+    experiment: str
+    pool: str
+    name: str
+
+
+def trace_lineage(paths: ExperimentPaths) -> list[Link]:
     """Return where modules took their weights from, for the experiment and for those it builds on."""
     found = []
     waiting = [paths.name]
+    # Experiments may name each other in a ring.
     seen = {paths.name}
     while waiting and len(seen) <= _MAX_EXPERIMENTS:
-        name = waiting.pop(0)
-        links = list(_links(paths, name))
+        links = list(_find_links(paths, waiting.pop(0)))
         found += links
         new = [link["experiment"] for link in links if link["experiment"] not in {"", *seen}]
         waiting += dict.fromkeys(new)
@@ -29,38 +39,42 @@ def lineage(paths: ExperimentPaths) -> list[dict[str, str]]:
     return found
 
 
-def _links(paths: ExperimentPaths, name: str) -> Iterator[dict[str, str]]:
+def _find_links(paths: ExperimentPaths, name: str) -> Iterator[Link]:
     try:
         folder = paths.other(name).results / "pymodules" / "modules"
     except UsageError:
+        # A name that is not one of an experiment: it leads nowhere.
         return
     for file in sorted(folder.glob("*.py")):
-        settings = _settings(file)
+        settings = _read_module_settings(file)
         source = settings.get("load_weights_from_exp")
         if isinstance(source, dict):
-            words = {key: str(source.get(f"{key}_name", "")) for key in ("exp", "ckp_pool", "module")}
-            yield _link(name, file, words["exp"], words["ckp_pool"], words["module"])
+            experiment, pool, module = (str(source.get(f"{key}_name", "")) for key in ("exp", "ckp_pool", "module"))
+            yield {"of": name, "module": file.stem, "experiment": experiment, "pool": pool, "name": module}
         source = settings.get("load_weights_from_ckp")
         if isinstance(source, dict):
-            yield _link(name, file, "", "", str(source.get("ckp_name", "")))
+            checkpoint = str(source.get("ckp_name", ""))
+            yield {"of": name, "module": file.stem, "experiment": "", "pool": "", "name": checkpoint}
 
 
-def _link(of: str, file: Path, experiment: str, pool: str, name: str) -> dict[str, str]:
-    return {"of": of, "module": file.stem, "experiment": experiment, "pool": pool, "name": name}
+def _read_module_settings(file: Path) -> dict[object, object]:
+    """Return a module's settings where they are written out as a literal.
 
-
-def _settings(file: Path) -> dict[str, Any]:
-    """Return a module's settings where they are written out; what is computed is left unsaid."""
+    The file is parsed and not imported: a page runs no code of an experiment. Computed settings are left out.
+    """
+    values = []
     try:
-        tree = ast.parse(read_regular(file))
-        values = [value for node in tree.body if (value := _assigned(node)) is not None]
+        for node in ast.parse(read_regular(file)).body:
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign):
+                targets = [node.target]
+            is_settings = any(isinstance(target, ast.Name) and target.id == "settings" for target in targets)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and is_settings and node.value is not None:
+                values.append(node.value)
+        # The last assignment is the one in force when the module has been imported.
         settings = ast.literal_eval(values[-1]) if values else {}
     except (OSError, SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
-
-
-def _assigned(node: ast.stmt) -> ast.expr | None:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    is_settings = any(isinstance(target, ast.Name) and target.id == "settings" for target in targets)
-    return node.value if is_settings and isinstance(node, ast.Assign | ast.AnnAssign) else None

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.serialization.shard_index import local_part
 
-_DEEPEST = 12
+_MAX_DEPTH = 12
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
     """Return a digest of nested containers, arrays, tensors, generators and plain values.
 
     The order of dicts and sets counts, because it decides what a program does with them. Of other objects only
@@ -27,16 +26,20 @@ def fingerprint(value: Any) -> str:
     return sha.hexdigest()[:32]
 
 
-def _parts(value: Any, depth: int) -> Iterator[bytes]:
+def _parts(value: object, depth: int) -> Iterator[bytes]:
     kind = type(value).__name__.encode()
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         yield b"deep"
     elif isinstance(value, torch.Tensor):
         yield kind + repr((str(value.dtype), tuple(value.shape))).encode()
-        yield from _tensor_bytes(value)
+        tensor = local_part(value)
+        # Sparse and meta tensors have no bytes that could be read here.
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         yield kind + repr((array.dtype.str, array.shape)).encode()
+        # The bytes of an array of objects are addresses.
         yield from _parts(array.tolist(), depth + 1) if array.dtype.hasobject else [array.tobytes()]
     elif isinstance(value, dict):
         yield kind + b"{"
@@ -49,16 +52,10 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
             yield from _parts(child, depth + 1)
         yield b"]"
     else:
-        yield kind + _plain(value)
+        yield kind + _plain_bytes(value)
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> Iterator[bytes]:
-    tensor = local_part(tensor)
-    if tensor.layout is torch.strided and not tensor.is_meta:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _plain(value: Any) -> bytes:
+def _plain_bytes(value: object) -> bytes:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))):
         return repr(value).encode()
     if isinstance(value, random.Random):

@@ -46,9 +46,9 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 @contextmanager
 def columns_of(path: Path) -> Iterator[dict[str, np.ndarray]]:
     """Give the arrays of an npz file to code that knows what must be in it; what does not fit is reported as damage."""
-    found = load_arrays(path)
+    arrays = load_arrays(path)
     try:
-        yield found
+        yield arrays
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UnreadableFile(f"{path} must hold the columns that were recorded, but {reason}.") from error
@@ -86,52 +86,44 @@ def reported_as_unreadable(path: Path, what: str) -> Iterator[None]:
 
 
 def _check_frame(file: BinaryIO, size: int) -> None:
-    """Check that the file is one archive from its first byte to its last.
-
-    Readers differ in where they look for the list of entries; only where there is one place are they sure to agree.
-    """
+    """Check that the file is one archive from its first byte to its last."""
     start = file.read(len(_ZIP_START))
     if start.startswith(_PICKLE_START):
         raise ValueError("it has torch's old format; load it once with torch and save it again with torch.save")
     if start != _ZIP_START:
         raise ValueError("it is not such a file")
-    if not _is_framed(file, size):
-        raise ValueError("it is cut off, or something is hidden before or behind its end")
-
-
-def _is_framed(file: BinaryIO, size: int) -> bool:
+    # Readers differ in where they look for the list of entries. They are sure to agree only where there is one place:
+    # the last record ends the file, and the list ends where that record begins.
     end = size - _END.size
     file.seek(max(0, end - _LARGE_END.size))
     tail = file.read()
-    if len(tail) < _END.size:
-        return False
-    signature, length, offset = _END.unpack(tail[-_END.size :])
-    large = _LARGE_END.unpack(tail[: _LARGE_END.size]) if len(tail) == _LARGE_END.size + _END.size else None
-    if large and large[3] == _LOCATOR:
-        end -= _LARGE_END.size
-        length, offset = large[1:3]
-        if (large[0], large[4]) != (_LARGE_ZIP_END, end):
-            return False
-    return bool(signature == _ZIP_END and offset + length == end)
+    is_framed = len(tail) >= _END.size
+    if is_framed:
+        signature, length, offset = _END.unpack(tail[-_END.size :])
+        large = _LARGE_END.unpack(tail[: _LARGE_END.size]) if len(tail) == _LARGE_END.size + _END.size else None
+        if large and large[3] == _LOCATOR:
+            end -= _LARGE_END.size
+            large_signature, length, offset, _, place = large
+            is_framed = (large_signature, place) == (_LARGE_ZIP_END, end)
+        is_framed = is_framed and signature == _ZIP_END and offset + length == end
+    if not is_framed:
+        raise ValueError("it is cut off, or something is hidden before or behind its end")
 
 
 def _check_entries(entries: list[zipfile.ZipInfo], size: int) -> None:
-    """Check that no entry claims what the file does not have."""
+    """Check that every entry is a plain file, and that none claims what the archive does not have."""
     if len({entry.filename for entry in entries}) < len(entries):
         raise ValueError("it holds two entries of the same name")
     for entry in entries:
-        _check_entry(entry)
+        mode = entry.external_attr >> 16
+        if stat.S_IFMT(mode) not in (0, stat.S_IFREG) or not is_entry_name(entry.filename):
+            raise ValueError(f"its entry {entry.filename!r} is not a plain file inside it")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError(f"its entry {entry.filename!r} is compressed and could unfold to any size")
+    # Each entry may fit the file while several share the same bytes.
     declared = sum(entry.file_size for entry in entries)
     if declared > size:
         raise ValueError(f"its entries claim {declared} bytes, more than the {size} of the whole file")
-
-
-def _check_entry(entry: zipfile.ZipInfo) -> None:
-    mode = entry.external_attr >> 16
-    if stat.S_IFMT(mode) not in (0, stat.S_IFREG) or not is_entry_name(entry.filename):
-        raise ValueError(f"its entry {entry.filename!r} is not a plain file inside it")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-        raise ValueError(f"its entry {entry.filename!r} is compressed and could unfold to any size")
 
 
 def is_entry_name(name: str) -> bool:
@@ -140,13 +132,14 @@ def is_entry_name(name: str) -> bool:
 
 
 def _check_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Compare what an array's header promises with the bytes behind it."""
+    """Compare what an array's header promises with the bytes behind it: numpy allocates before it reads them."""
     with archive.open(entry) as file:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
             raise ValueError(f"array {entry.filename!r} has the unknown version {version}")
         shape, _, dtype = _HEADERS[version](file)
         num_bytes = entry.file_size - file.tell()
+    # A dtype without bytes would make any shape fit.
     if dtype.kind not in _NUMBERS or dtype.itemsize == 0:
         raise ValueError(f"array {entry.filename!r} must hold numbers, but holds {dtype}")
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:

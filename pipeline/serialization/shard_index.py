@@ -19,7 +19,7 @@ from pipeline.serialization.npz_files import is_entry_name
 
 FORMAT = 1
 _MAX_DIMENSIONS = 64
-_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 Keys = tuple[str | int, ...]
 
 
@@ -43,16 +43,45 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> StoredTensor:
+        pieces = tuple(
+            Piece(_lengths(offsets), _lengths(shape), str(file), *_lengths([start, length]))
+            for offsets, shape, file, start, length in entry["pieces"]
+        )
+        path = tuple(entry["path"])
+        if not path or any(type(key) not in (str, int) for key in path) or entry["dtype"] not in _DTYPES:
+            raise ValueError("its index describes something that is not a tensor")
+        return cls(path, _DTYPES[entry["dtype"]], _lengths(entry["shape"]), pieces)
+
+    def check(self) -> None:
+        """Raise ValueError unless the pieces make up the whole tensor, and have the bytes for that."""
+        for piece in self.pieces:
+            if not len(piece.offsets) == len(piece.shape) == len(self.shape):
+                raise ValueError(f"a piece of tensor {self.path} has another number of dimensions")
+            ends = zip(piece.offsets, piece.shape, self.shape, strict=True)
+            if any(offset + length > size for offset, length, size in ends):
+                raise ValueError(f"a piece of tensor {self.path} lies outside of it")
+            if math.prod(piece.shape) * self.dtype.itemsize > piece.length:
+                raise ValueError(f"a piece of tensor {self.path} claims more than its {piece.length} bytes")
+        if sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(self.shape):
+            raise ValueError(f"the pieces of tensor {self.path} do not make up its shape {self.shape}")
+
+
+def _lengths(value: list[Any]) -> tuple[int, ...]:
+    # A bool is an int for isinstance, but not in an index.
+    if len(value) > _MAX_DIMENSIONS or any(type(length) is not int or length < 0 for length in value):
+        raise ValueError("its index has a tensor without a proper shape or place")
+    return tuple(value)
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor; of one that is not sharded, all of it.
-
-    A sharded tensor is recognised by what it can do: importing its class would make torch half as long again to start.
-    """
+    """Return this rank's part of a tensor; of one that is not sharded, all of it."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
+    # Recognised by what it can do: to import its class makes torch take half as long again to start.
     return hasattr(tensor, "to_local")
 
 
@@ -62,49 +91,13 @@ def parse_index(content: bytes, sizes: Mapping[str, int]) -> list[StoredTensor]:
     if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("tensors"), list):
         raise ValueError(f"its index must have format {FORMAT}")
     try:
-        tensors = [_tensor(entry) for entry in value["tensors"]]
+        tensors = [StoredTensor.from_json(entry) for entry in value["tensors"]]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError("its index is damaged") from error
     for tensor in tensors:
-        _check_tensor(tensor)
+        tensor.check()
     if len({tensor.path for tensor in tensors}) < len(tensors):
         raise ValueError("its index names a tensor twice")
-    _check_files(tensors, sizes)
-    return tensors
-
-
-def _tensor(entry: dict[str, Any]) -> StoredTensor:
-    pieces = tuple(
-        Piece(_lengths(offsets), _lengths(shape), str(file), *_lengths([start, length]))
-        for offsets, shape, file, start, length in entry["pieces"]
-    )
-    path = tuple(entry["path"])
-    if not path or any(type(key) not in (str, int) for key in path) or entry["dtype"] not in _DTYPES:
-        raise ValueError("its index describes something that is not a tensor")
-    return StoredTensor(path, _DTYPES[entry["dtype"]], _lengths(entry["shape"]), pieces)
-
-
-def _lengths(value: list[Any]) -> tuple[int, ...]:
-    if len(value) > _MAX_DIMENSIONS or any(type(one) is not int or one < 0 for one in value):
-        raise ValueError("its index has a tensor without a proper shape or place")
-    return tuple(value)
-
-
-def _check_tensor(tensor: StoredTensor) -> None:
-    """The pieces of a tensor must make up the whole of it, and have the bytes for that."""
-    for piece in tensor.pieces:
-        if not len(piece.offsets) == len(piece.shape) == len(tensor.shape):
-            raise ValueError(f"a piece of tensor {tensor.path} has another number of dimensions")
-        ends = zip(piece.offsets, piece.shape, tensor.shape, strict=True)
-        if any(offset + length > size for offset, length, size in ends):
-            raise ValueError(f"a piece of tensor {tensor.path} lies outside of it")
-        if math.prod(piece.shape) * tensor.dtype.itemsize > piece.length:
-            raise ValueError(f"a piece of tensor {tensor.path} claims more than its {piece.length} bytes")
-    if sum(math.prod(piece.shape) for piece in tensor.pieces) != math.prod(tensor.shape):
-        raise ValueError(f"the pieces of tensor {tensor.path} do not make up its shape {tensor.shape}")
-
-
-def _check_files(tensors: list[StoredTensor], sizes: Mapping[str, int]) -> None:
     claimed: Counter[str] = Counter()
     for piece in (piece for tensor in tensors for piece in tensor.pieces):
         if not is_entry_name(piece.file) or piece.file not in sizes:
@@ -112,6 +105,8 @@ def _check_files(tensors: list[StoredTensor], sizes: Mapping[str, int]) -> None:
         claimed[piece.file] += piece.length
         if piece.start + piece.length > sizes[piece.file]:
             raise ValueError(f"its file {piece.file} is cut off")
+    # Each piece may fit its file while many share the same bytes: a small folder would fill the memory.
     for file, num_bytes in claimed.items():
         if num_bytes > sizes[file]:
             raise ValueError(f"its index claims {num_bytes} bytes of {file}, which has {sizes[file]}")
+    return tensors

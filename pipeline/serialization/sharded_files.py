@@ -20,23 +20,25 @@ from typing import Any, BinaryIO
 import torch
 
 from pipeline.serialization.npz_files import opened_file, reported_as_unreadable
-from pipeline.serialization.shard_index import Keys, Piece, StoredTensor, local_part, parse_index
+from pipeline.serialization.shard_index import Keys, StoredTensor, local_part, parse_index
 from pipeline.serialization.torch_files import load_tensors, load_weights
 from pipeline.system.files import regular_size
 
 INDEX = "index.json"
 VALUES = "values.pt"
 _WHAT = "shards written by torch's distributed checkpoint"
+# What modules and optimizers return: nested dicts of tensors and any values, by names or numbers.
+StateDict = dict[Any, Any]
 Target = Callable[[StoredTensor], torch.Tensor]
 
 
-def split_state(state: dict[str, Any]) -> tuple[dict[Keys, torch.Tensor], dict[str, Any]]:
+def split_state(state: StateDict) -> tuple[dict[Keys, torch.Tensor], StateDict]:
     """Return the tensors in nested dicts by their keys, and the same dicts without them."""
     tensors: dict[Keys, torch.Tensor] = {}
     return tensors, _without_tensors(state, (), tensors)
 
 
-def _without_tensors(state: dict[Any, Any], above: Keys, tensors: dict[Keys, torch.Tensor]) -> dict[Any, Any]:
+def _without_tensors(state: StateDict, above: Keys, tensors: dict[Keys, torch.Tensor]) -> StateDict:
     # A shallow copy keeps what hangs on a state dict besides its items, such as versions of its layers.
     rest = copy.copy(state)
     for key, value in state.items():
@@ -54,13 +56,31 @@ def whole(stored: StoredTensor) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 
-def load_shards(folder: Path, target: Target = whole, opened: Mapping[str, BinaryIO] | None = None) -> dict[str, Any]:
+def load_shards(folder: Path, target: Target = whole, opened: Mapping[str, BinaryIO] | None = None) -> StateDict:
     """Return a state whose tensors are those that ``target`` gives, filled with what belongs to this rank.
 
     ``opened`` are the folder's files by name where they are open already.
     """
     with reported_as_unreadable(folder, _WHAT):
-        return _Folder(folder, opened).load(target)
+        files = _Files(folder, opened)
+        with files.open(VALUES) as file:
+            values = load_tensors(folder / VALUES, file)
+        if not isinstance(values, dict):
+            raise ValueError(f"{VALUES} must hold a dict")
+        state: StateDict = values
+        with files.open(INDEX) as file:
+            file.seek(0)
+            content = file.read()
+        # All sizes and places are checked here, before the first tensor is allocated.
+        for stored in parse_index(content, files.sizes()):
+            tensor = target(stored)
+            files.fill(tensor, stored)
+            *parents, last = stored.path
+            place = state
+            for key in parents:
+                place = place.setdefault(key, {})
+            place[last] = tensor
+        return state
 
 
 def load_state(path: Path) -> Any:
@@ -73,73 +93,52 @@ def file_sizes(folder: Path) -> dict[str, int]:
     return {path.name: regular_size(path) for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
 
 
-class _Folder:
+class _Files:
+    """The files of a folder of shards, opened when they are read unless they are open already."""
+
     def __init__(self, folder: Path, opened: Mapping[str, BinaryIO] | None) -> None:
         self._folder = folder
         self._opened = opened
 
-    def _file(self, name: str) -> AbstractContextManager[BinaryIO]:
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
         return opened_file(self._folder / name) if self._opened is None else nullcontext(self._opened[name])
 
-    def _sizes(self) -> dict[str, int]:
-        if self._opened is not None:
-            return {name: file.seek(0, io.SEEK_END) for name, file in self._opened.items()}
-        return file_sizes(self._folder)
+    def sizes(self) -> dict[str, int]:
+        if self._opened is None:
+            return file_sizes(self._folder)
+        return {name: file.seek(0, io.SEEK_END) for name, file in self._opened.items()}
 
-    def load(self, target: Target) -> dict[str, Any]:
-        state: dict[str, Any] = self._values()
-        for stored in parse_index(self._read(INDEX), self._sizes()):
-            tensor = target(stored)
-            self._fill(tensor, stored)
-            _put(state, stored.path, tensor)
-        return state
-
-    def _values(self) -> dict[str, Any]:
-        with self._file(VALUES) as file:
-            values = load_tensors(self._folder / VALUES, file)
-        if not isinstance(values, dict):
-            raise ValueError(f"{VALUES} must hold a dict")
-        return values
-
-    def _read(self, name: str) -> bytes:
-        with self._file(name) as file:
-            file.seek(0)
-            return file.read()
-
-    def _fill(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+    def fill(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        """Copy the pieces that overlap with this rank's part of a tensor into it."""
         if tuple(tensor.shape) != stored.shape:
             raise ValueError(f"{stored.path} has the shape {stored.shape} instead of {tuple(tensor.shape)}")
-        local, offsets = _own_part(tensor.detach())
+        tensor = tensor.detach()
+        local = local_part(tensor)
+        start: tuple[int, ...] = (0,) * tensor.dim()
+        if local is not tensor:
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+            start = tuple(chunk.offsets)
         for piece in stored.pieces:
-            found = _overlap((offsets, tuple(local.shape)), (piece.offsets, piece.shape))
-            if found is not None:
-                here, there = found
-                local[here].copy_(self._piece(piece, stored)[there])
-
-    def _piece(self, piece: Piece, stored: StoredTensor) -> torch.Tensor:
-        with self._file(piece.file) as file:
-            file.seek(piece.start)
-            found = load_tensors(self._folder / piece.file, io.BytesIO(file.read(piece.length)))
-        if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (piece.shape, stored.dtype):
-            raise ValueError(f"a piece of {stored.path} in {piece.file} is not what the index says")
-        return found
-
-
-def _own_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's part of a tensor, and where in the whole it begins."""
-    local = local_part(tensor)
-    if local is tensor:
-        return tensor, (0,) * tensor.dim()
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    return local, tuple(chunk.offsets)
+            overlap = _find_overlap((start, tuple(local.shape)), (piece.offsets, piece.shape))
+            if overlap is None:
+                continue
+            with self.open(piece.file) as file:
+                file.seek(piece.start)
+                content = io.BytesIO(file.read(piece.length))
+            values = load_tensors(self._folder / piece.file, content)
+            is_tensor = isinstance(values, torch.Tensor)
+            if not is_tensor or (tuple(values.shape), values.dtype) != (piece.shape, stored.dtype):
+                raise ValueError(f"a piece of {stored.path} in {piece.file} is not what the index says")
+            here, there = overlap
+            local[here].copy_(values[there])
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 Slices = tuple[slice, ...]
 
 
-def _overlap(ours: Box, theirs: Box) -> tuple[Slices, Slices] | None:
-    """Return the part that two boxes, given by offsets and shapes, have in common, as each of them counts."""
+def _find_overlap(ours: Box, theirs: Box) -> tuple[Slices, Slices] | None:
+    """Return the part that two boxes, given by offsets and shapes, have in common, as slices of each of them."""
     here = list[slice]()
     there = list[slice]()
     for offset, length, other, other_length in zip(*ours, *theirs, strict=True):
@@ -152,14 +151,7 @@ def _overlap(ours: Box, theirs: Box) -> tuple[Slices, Slices] | None:
     return tuple(here), tuple(there)
 
 
-def _put(state: dict[Any, Any], path: Keys, tensor: torch.Tensor) -> None:
-    *parents, last = path
-    for key in parents:
-        state = state.setdefault(key, {})
-    state[last] = tensor
-
-
-def num_bytes(state: dict[str, Any]) -> int:
+def num_bytes(state: StateDict) -> int:
     """Return what a state takes on disk, on all ranks together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in split_state(state)[0].values())
 

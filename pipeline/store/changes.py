@@ -13,11 +13,11 @@ from pipeline.system.disk import Writer
 class Changes:
     """What a commit changes, by path below ``data/``; the store knows nothing else of training.
 
-    ``sealed`` files never change again: the store lists them once and never looks at them in later commits.
-    A partial commit shares its most important files with the one before.
-    ``shards`` are folders that all processes fill together once the commit has begun. What ``same_as`` names may be a
-    file or a folder with all in it.
-    Paths below ``running/`` belong to the running epoch and are not shown in ``data/``.
+    ``files`` and ``folders`` say how each is written. ``same_as`` maps a new name to the committed file or folder that
+    it also names. ``sealed`` files never change again: the store lists them once and never looks at them in later
+    commits. A partial commit shares its most important files with the one before. ``shards`` are folders that all
+    processes fill together once the commit has begun. Paths below ``running/`` belong to the running epoch and are not
+    shown in ``data/``.
     """
 
     files: dict[str, Writer] = field(default_factory=dict)

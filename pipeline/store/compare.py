@@ -18,19 +18,20 @@ from pipeline.serialization.torch_files import load_tensors
 def first_difference(left: Path, right: Path) -> str | None:
     """Return where two ``data`` folders differ first, or None if every value has the same bits."""
     tops = (left, right)
-    names = sorted({name for top in tops for name in _readable(top)})
-    for name in names:
-        missing = [str(top) for top in tops if not (top / name).exists()]
-        if missing:
-            return f"{name} is missing in {missing[0]}"
-        found = (dict(_leaves(read_any(top / name))) for top in tops)
-        difference = _differing(*found)
-        if difference:
-            return f"{name}: {difference}"
+    for name in sorted({name for top in tops for name in _readable_names(top)}):
+        for top in tops:
+            if not (top / name).exists():
+                return f"{name} is missing in {top}"
+        ours, theirs = (dict(_leaves(read_any(top / name))) for top in tops)
+        if list(ours) != list(theirs):
+            return f"{name}: entries {sorted(set(ours) ^ set(theirs))[:3]} are in one only"
+        for path, value in ours.items():
+            if value != theirs[path]:
+                return f"{name}: value at {path or 'top'}"
     return None
 
 
-def _readable(top: Path) -> Iterator[str]:
+def _readable_names(top: Path) -> Iterator[str]:
     """Yield the files below a folder; a folder of shards is one, whatever number of processes has cut it."""
     folders = {path.parent for path in top.rglob(INDEX)}
     yield from (folder.relative_to(top).as_posix() for folder in folders)
@@ -49,8 +50,8 @@ def read_any(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _leaves(value: Any, path: str = "") -> Any:
-    """Yield every leaf with its path as bytes: NaN equals NaN, and 0.0 differs from -0.0."""
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every leaf with its path."""
     if isinstance(value, dict):
         for key, child in value.items():
             yield from _leaves(child, f"{path}[{key!r}]")
@@ -58,17 +59,10 @@ def _leaves(value: Any, path: str = "") -> Any:
         for index, child in enumerate(value):
             yield from _leaves(child, f"{path}[{index}]")
     elif isinstance(value, torch.Tensor):
-        yield (
-            path,
-            (str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()),
-        )
+        # As bytes: NaN equals NaN, and 0.0 differs from -0.0.
+        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield path, (str(value.dtype), tuple(value.shape), content)
     elif isinstance(value, np.ndarray):
         yield path, (str(value.dtype), value.shape, value.tobytes())
     else:
         yield path, repr(value)
-
-
-def _differing(left: dict[str, Any], right: dict[str, Any]) -> str | None:
-    if list(left) != list(right):
-        return f"entries {sorted(set(left) ^ set(right))[:3]} are in one only"
-    return next((f"value at {path or 'top'}" for path in left if left[path] != right[path]), None)

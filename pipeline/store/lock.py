@@ -20,27 +20,30 @@ import threading
 import time
 import uuid
 import weakref
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.errors import PipelineError, StateConflict
 from pipeline.paths import ExperimentPaths
+from pipeline.store.manifest import JsonObject
 from pipeline.system.disk import Disk, bytes_writer, json_writer
 from pipeline.system.files import read_regular
 from pipeline.system.launcher_watchdog import process_mark
 from pipeline.system.logging import LOGGER
 
 HEARTBEAT_SECONDS = 3.0
-_HEARTBEATS_TO_WAIT_FOR = 5
+# A run that misses so many is taken for dead; a busy file server may delay some of them.
+MAX_MISSED_HEARTBEATS = 5
 _OWNER_FILE = "owner.json"
 _HEARTBEAT_FILE = "beat"
 _STOP_FILE = "stop.request"
 _PREFIX = "claim_"
 # A check whether a run is alive holds the lock for an instant, which must not be taken for a run.
 _SECONDS_FOR_READERS = 0.5
+# What file systems answer that have no locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -66,7 +69,7 @@ class Claim:
                 "  fix: restore it, then run again with --auto."
             )
         raise StateConflict(
-            f"This run has lost experiment {self._paths.name!r}: it was taken over by {_described(self._paths)}.\n"
+            f"This run has lost experiment {self._paths.name!r}: it was taken over by {_describe_owner(self._paths)}.\n"
             "  It stops without writing; the other run continues."
         )
 
@@ -80,22 +83,25 @@ class RunLock:
         self._lock = _kernel_lock(paths)
         self.claim = Claim(paths)
         self._has_ended = threading.Event()
-        # A run that ends without a word must not look alive.
+        # A lock that is dropped without release(), as after an error, must not look alive for ever.
         weakref.finalize(self, self._has_ended.set)
 
     def acquire(self) -> None:
         """Take the lock or refuse, naming who holds it."""
         has_kernel_lock = self._take_kernel_lock()
         try:
-            self._refuse_if_alive(has_kernel_lock)
+            for folder in _claims(self._paths):
+                if _is_alive(folder, has_kernel_lock):
+                    raise StateConflict(_describe_use(self._paths))
             self._write_claim()
         except BaseException as error:
             self._lock.release()
+            # A reset moves the results away in one rename. Any operation of this run may be the one that notices.
             if isinstance(error, PipelineError) and not self._paths.lock_file.exists():
-                raise self._just_reset() from error
+                raise self._refusal_of_reset() from error
             raise
 
-    def _just_reset(self) -> StateConflict:
+    def _refusal_of_reset(self) -> StateConflict:
         """Return the refusal of an experiment whose results another run has moved away at this moment."""
         owner = read_json(self._paths.trash / self._paths.lock_file.name)
         by = f"pid {owner['pid']} on host {owner.get('host', '?')}" if owner.get("pid") else "another run"
@@ -106,10 +112,10 @@ class RunLock:
         try:
             self._lock.acquire(timeout=_SECONDS_FOR_READERS, poll_interval=0.01)
         except Timeout:
-            raise StateConflict(_in_use(self._paths)) from None
+            raise StateConflict(_describe_use(self._paths)) from None
         except (NotImplementedError, OSError) as error:
             if isinstance(error, FileNotFoundError):
-                raise self._just_reset() from error
+                raise self._refusal_of_reset() from error
             if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
                 raise PipelineError(
                     f"{self._paths.lock_file} must be a file that can be locked, but: {error}.\n"
@@ -123,17 +129,19 @@ class RunLock:
             return False
         return True
 
-    def _refuse_if_alive(self, has_kernel_lock: bool) -> None:
-        for folder in _claims(self._paths):
-            if _is_alive(folder, has_kernel_lock):
-                raise StateConflict(_in_use(self._paths))
-
     def _write_claim(self) -> None:
         """Set up the claim and take away all others, each in one rename, before anything is read."""
-        owner = _this_owner()
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": process_mark(os.getpid()),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+            "job": os.environ.get("SLURM_JOB_ID"),
+        }
         self._disk.make_scratch_folder(self.claim.folder, self._paths.results)
         self._disk.write(self.claim.folder / _OWNER_FILE, json_writer(owner))
         self._disk.write(self.claim.folder / _HEARTBEAT_FILE, bytes_writer(_heartbeat(0)))
+        # From the rename on, the former owner can commit nothing any more. Its folder is removed at leisure.
         for entry in sorted(self._paths.temp_data.iterdir()):
             if entry != self.claim.folder:
                 self._disk.rename(entry, self.claim.folder / f"taken_{entry.name}")
@@ -141,8 +149,8 @@ class RunLock:
         # Two runs that took each other's claim are both refused here.
         self.claim.check()
         lock_file = self._paths.lock_file
-        content = json.dumps(owner) + "\n"
-        self._disk.perform("write", lock_file, lambda: lock_file.write_text(content))
+        # In place: a rename would put another file in the place of the one that the kernel has locked.
+        self._disk.perform("write", lock_file, partial(lock_file.write_text, json.dumps(owner) + "\n"))
         for path in self._paths.left_behind():
             self._disk.remove_tree(path)
         arguments = (self.claim.folder / _HEARTBEAT_FILE, self._has_ended)
@@ -172,6 +180,7 @@ def _heartbeat_loop(beat_file: Path, has_ended: threading.Event) -> None:
             # Taken over, or removed with the whole experiment: the next commit will say so.
             return
         except OSError:
+            # A file system that fails for a while must not end the heartbeat of a living run.
             continue
 
 
@@ -188,6 +197,7 @@ def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
     """Return whether the owner of a claim lives: by the process table on this host, by its heartbeat elsewhere."""
     owner = read_json(folder / _OWNER_FILE)
     if owner.get("host") == socket.gethostname():
+        # The kernel's lock was free, so a process of this host that held it is dead, even if its pid is in use again.
         return not has_kernel_lock and _is_running(owner)
     if not owner:
         return False
@@ -197,21 +207,23 @@ def _is_alive(folder: Path, has_kernel_lock: bool) -> bool:
     return _is_beating(folder / _HEARTBEAT_FILE)
 
 
-def _is_running(owner: dict[str, Any]) -> bool:
+def _is_running(owner: JsonObject) -> bool:
+    # The mark says which process had the pid: another one may have it by now.
     return owner.get("process") is not None and owner["process"] == process_mark(owner.get("pid"))
 
 
 def _is_beating(path: Path) -> bool:
-    first = _content(path)
-    limit = time.monotonic() + _HEARTBEATS_TO_WAIT_FOR * HEARTBEAT_SECONDS
+    first = _read_heartbeat(path)
+    # Counted by this machine's own clock: another one may be wrong by any amount.
+    limit = time.monotonic() + MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS
     while time.monotonic() < limit:
         time.sleep(HEARTBEAT_SECONDS / 4)
-        if _content(path) != first:
+        if _read_heartbeat(path) != first:
             return True
     return False
 
 
-def _content(path: Path) -> bytes:
+def _read_heartbeat(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
@@ -240,8 +252,8 @@ def find_stop_file(paths: ExperimentPaths) -> Path | None:
     claims = _claims(paths)
     living = [folder for folder in claims if _is_running(read_json(folder / _OWNER_FILE))]
     # Elsewhere, and in a container with processes of its own, the heartbeat decides.
-    found = living or [folder for folder in claims if _is_beating(folder / _HEARTBEAT_FILE)]
-    return found[0] / _STOP_FILE if found else None
+    living = living or [folder for folder in claims if _is_beating(folder / _HEARTBEAT_FILE)]
+    return living[0] / _STOP_FILE if living else None
 
 
 def seconds_since_beat(paths: ExperimentPaths) -> float | None:
@@ -253,24 +265,18 @@ def seconds_since_beat(paths: ExperimentPaths) -> float | None:
     return max(0.0, min(ages)) if ages else None
 
 
-def shows_life(paths: ExperimentPaths) -> bool:
-    """Return whether a run is alive, here or on another machine: by the lock, else by a recent heartbeat."""
-    age = seconds_since_beat(paths)
-    is_elsewhere = read_owner(paths).get("host") != socket.gethostname()
-    return is_held(paths) or (is_elsewhere and age is not None and age < _HEARTBEATS_TO_WAIT_FOR * HEARTBEAT_SECONDS)
-
-
 def check_free(paths: ExperimentPaths) -> None:
+    """Refuse an experiment in which a run is alive."""
     if is_held(paths):
-        raise StateConflict(_in_use(paths))
+        raise StateConflict(_describe_use(paths))
 
 
-def read_owner(paths: ExperimentPaths) -> dict[str, Any]:
+def read_owner(paths: ExperimentPaths) -> JsonObject:
     """Return what the latest owner said of itself."""
     return read_json(paths.lock_file)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return a small JSON object, or nothing if there is none that can be read."""
     try:
         value = json.loads(read_regular(path))
@@ -279,25 +285,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _this_owner() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process": process_mark(os.getpid()),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        "job": os.environ.get("SLURM_JOB_ID"),
-    }
-
-
-def _described(paths: ExperimentPaths) -> str:
+def _describe_owner(paths: ExperimentPaths) -> str:
     owner = read_owner(paths)
     job = f", job {owner['job']}" if owner.get("job") else ""
     return f"pid {owner.get('pid', '?')} on host {owner.get('host', '?')}{job}, since {owner.get('started', '?')}"
 
 
-def _in_use(paths: ExperimentPaths) -> str:
+def _describe_use(paths: ExperimentPaths) -> str:
     return (
-        f"Experiment {paths.name!r} is in use: held by {_described(paths)}.\n"
+        f"Experiment {paths.name!r} is in use: held by {_describe_owner(paths)}.\n"
         f"  to look at that run: {verb_line('status', paths.name, paths.home)}\n"
         f"  to stop it cleanly:  {verb_line('stop', paths.name, paths.home)}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,8 @@ FORMAT = 2
 MANIFEST_FILE = "manifest.json"
 _NOTHING_DONE = Progress()
 Parsed = TypeVar("Parsed")
+# A JSON object as it was parsed, or as it will be written.
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Entry:
         """The commit that introduced the file."""
         return int(self.object.partition("/")[0])
 
-    def as_json(self) -> list[Any]:
+    def as_json(self) -> list[str | int]:
         return [self.object, self.digest.size, self.digest.sha256]
 
     @classmethod
@@ -58,17 +60,17 @@ class Manifest:
     older: tuple[int, ...] = ()
     is_partial: bool = False
     progress: Progress = _NOTHING_DONE
-    run_state: dict[str, Any] = field(default_factory=dict)
+    run_state: JsonObject = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    fingerprints: dict[str, Any] = field(default_factory=dict)
+    fingerprints: JsonObject = field(default_factory=dict)
     files: dict[str, Entry] = field(default_factory=dict)
     sealed: Entry | None = None
 
     def objects(self) -> set[str]:
         return {entry.object for entry in self.files.values()}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {
             "format": FORMAT,
             "generation": self.generation,
@@ -84,8 +86,11 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Manifest:
-        value = value if value["format"] == FORMAT else _migrated(value)
+    def from_json(cls, value: JsonObject) -> Manifest:
+        if value["format"] < FORMAT:
+            # Format 1 knew one older commit, whose number was called parent, and no fingerprints.
+            older = [value["parent"]] if value["parent"] else []
+            value = {**value, "older": older, "is_partial": False, "fingerprints": {}}
         return cls(
             generation=_number(value["generation"]),
             older=tuple(map(_number, value["older"])),
@@ -100,12 +105,6 @@ class Manifest:
         )
 
 
-def _migrated(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what format 1 said in the words of format 2: it knew one older commit and no fingerprints."""
-    older = [value["parent"]] if value["parent"] else []
-    return {**value, "older": older, "is_partial": False, "fingerprints": {}}
-
-
 @dataclass(frozen=True)
 class State:
     """Which generation is the current one, and how far it has come."""
@@ -113,11 +112,11 @@ class State:
     generation: int
     progress: Progress
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {"format": FORMAT, "generation": self.generation, "progress": self.progress.as_json()}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> State:
+    def from_json(cls, value: JsonObject) -> State:
         return cls(_number(value["generation"]), Progress.from_json(value["progress"]))
 
 
@@ -128,7 +127,7 @@ class SealedList:
     files: dict[str, Entry]
     previous: Entry | None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {
             "format": FORMAT,
             "previous": self.previous.as_json() if self.previous else None,
@@ -136,85 +135,77 @@ class SealedList:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> SealedList:
+    def from_json(cls, value: JsonObject) -> SealedList:
         return cls(_entries(value["files"]), Entry.from_json(value["previous"]) if value["previous"] else None)
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     """Return the number of a generation; they are counted from 1."""
+    # A bool is an int for isinstance, but not here.
     if type(value) is not int or not 1 <= value < 1 << 53:
         raise ValueError(f"{value!r} is not the number of a commit")
     return value
 
 
-def _entries(value: dict[str, Any]) -> dict[str, Entry]:
+def _entries(value: JsonObject) -> dict[str, Entry]:
     """Return committed files by path below ``data/``, none of which may lead anywhere else."""
-    odd = [path for path in value if not is_inside(path)]
-    if odd:
-        raise ValueError(f"{odd[0]!r} leads out of the results")
+    for path in value:
+        if not is_inside(path):
+            raise ValueError(f"{path!r} leads out of the results")
     return {path: Entry.from_json(entry) for path, entry in value.items()}
 
 
-def outside(files: dict[str, Entry], folder: str) -> dict[str, Entry]:
+def entries_outside(files: dict[str, Entry], folder: str) -> dict[str, Entry]:
     """Return the files that are not below a folder."""
     return {path: entry for path, entry in files.items() if not path.startswith(folder + "/")}
 
 
-def renamed(files: dict[str, Entry], name: str, other: str) -> Iterator[tuple[str, Entry]]:
-    """Yield a file, or all files of a folder, under another name."""
-    if name in files:
-        yield other, files[name]
-    yield from (
-        (other + path.removeprefix(name), entry) for path, entry in files.items() if path.startswith(name + "/")
-    )
+def rename_entries(files: dict[str, Entry], name: str, other: str) -> dict[str, Entry]:
+    """Return a file, or all files of a folder, under another name."""
+    return {
+        other + path.removeprefix(name): entry
+        for path, entry in files.items()
+        if path == name or path.startswith(name + "/")
+    }
 
 
 def read_state(path: Path) -> State | None:
     """Return the state, or None if it is missing or damaged."""
-    return _read(path, State.from_json)
+    return read_document(path, State.from_json)
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """Return a manifest, or None if it is missing or damaged."""
-    return _read(path, Manifest.from_json)
-
-
-def read_sealed_list(path: Path) -> SealedList | None:
-    """Return a list of sealed files, or None if it is missing or damaged."""
-    return _read(path, SealedList.from_json)
-
-
-def _read(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed | None:
-    """A document with the right seal may still say what makes no sense; it is as good as damaged."""
+def read_document(path: Path, parse: Callable[[JsonObject], Parsed]) -> Parsed | None:
+    """Return a state, a manifest or a list of sealed files, or None if it is missing or damaged."""
     value = read_sealed_json(path)
     try:
         return None if value is None else parse(value)
     except (AttributeError, KeyError, TypeError, ValueError):
+        # The digest can be right and the content still make no sense, if a file was forged.
         return None
 
 
-def sealed_json(value: dict[str, Any]) -> bytes:
+def sealed_json(value: JsonObject) -> bytes:
     """Return a JSON document that carries the digest of its own content."""
     return (json.dumps({"sha256": _digest(value), **value}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_sealed_json(path: Path) -> dict[str, Any] | None:
+def read_sealed_json(path: Path) -> JsonObject | None:
     """Return the document, or None if it is missing, torn or changed; refuse one of a newer format."""
     try:
         value = json.loads(read_regular(path))
-        intact = isinstance(value, dict) and value.pop("sha256") == _digest(value)
+        is_intact = isinstance(value, dict) and value.pop("sha256") == _digest(value)
     except (OSError, ValueError, KeyError, RecursionError):
         return None
-    if not intact or type(value.get("format")) is not int:
+    if not is_intact or type(value.get("format")) is not int:
         return None
     if value["format"] > FORMAT:
         raise DamagedResults(
             f"{path} must have format {FORMAT} or older, but has format {value['format']}.\n"
             "  fix: run it with the version of this program that wrote it."
         )
-    result: dict[str, Any] = value
+    result: JsonObject = value
     return result
 
 
-def _digest(value: dict[str, Any]) -> str:
+def _digest(value: JsonObject) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The view: what ``data/`` shows of the current generation, by hard links."""
+"""Public names: what ``data/`` shows of the current generation, by hard links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.store.manifest import Entry
 from pipeline.system.disk import Disk
 
 
-class View:
+class PublicLinks:
     """Shows and hides names; all of it can be repeated at any time, because the generations have the bytes."""
 
     def __init__(self, paths: ExperimentPaths, disk: Disk) -> None:
@@ -20,16 +20,17 @@ class View:
 
     def show(self, entries: dict[str, Entry], staging: Path) -> None:
         """Give every file its public name; ``staging`` is a folder of this run on the same file system."""
+        link = staging / "link"
         for path, entry in entries.items():
-            if not path.startswith(HIDDEN):
-                self._show_file(self._paths.data / path, self._paths.generations / entry.object, staging / "link")
-
-    def _show_file(self, target: Path, source: Path, link: Path) -> None:
-        self._disk.make_scratch_folder(target.parent, self._paths.data)
-        if is_same(target, source):
-            return
-        self._disk.link(source, link)
-        self._disk.rename(link, target)
+            if path.startswith(HIDDEN):
+                continue
+            target = self._paths.data / path
+            source = self._paths.generations / entry.object
+            self._disk.make_scratch_folder(target.parent, self._paths.data)
+            if not is_same(target, source):
+                # A link cannot replace a name, a rename can: the public name leads to the old or the new file, always.
+                self._disk.link(source, link)
+                self._disk.rename(link, target)
 
     def hide(self, names: Iterable[str]) -> None:
         """Take names away, and the folders that become empty."""
@@ -40,6 +41,8 @@ class View:
 
     def is_complete(self, entries: dict[str, Entry]) -> bool:
         """Return whether every file has its public name; changes nothing."""
-        visible = {path: entry for path, entry in entries.items() if not path.startswith(HIDDEN)}
-        places = [(self._paths.data / path, self._paths.generations / entry.object) for path, entry in visible.items()]
-        return all(is_same(target, source) for target, source in places)
+        return all(
+            is_same(self._paths.data / path, self._paths.generations / entry.object)
+            for path, entry in entries.items()
+            if not path.startswith(HIDDEN)
+        )

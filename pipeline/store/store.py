@@ -7,31 +7,53 @@
 
 A commit writes new files, makes them durable, moves them in one rename next to the older generations and
 then replaces state.json. All that comes after, showing the files in data/ and dropping generations that
-is not needed any more, can be repeated at any time. At least the two latest commits stay loadable.
+are not needed any more, can be repeated at any time. At least the two latest commits stay loadable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.errors import DamagedResults, PipelineError
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import STATE_FILE, ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.store.changes import Changes
 from pipeline.store.generations import Generations, matches
 from pipeline.store.lock import Claim
-from pipeline.store.manifest import MANIFEST_FILE, Entry, Manifest, SealedList, State, outside, renamed, sealed_json
-from pipeline.store.public_links import View
-from pipeline.system.disk import Digest, Disk, bytes_writer
+from pipeline.store.manifest import (
+    MANIFEST_FILE,
+    Entry,
+    JsonObject,
+    Manifest,
+    SealedList,
+    State,
+    entries_outside,
+    rename_entries,
+    sealed_json,
+)
+from pipeline.store.public_links import PublicLinks
+from pipeline.system.disk import Digest, Disk, Writer, bytes_writer
 from pipeline.system.logging import LOGGER
 
 SEALED_FILE = "sealed.json"
 _NUM_FULL_COMMITS = 2
+
+
+@dataclass(frozen=True)
+class BegunCommit:
+    """A commit whose components have saved: ``staging`` is its folder, ``kept`` are the commits that stay with it.
+
+    The manifest lacks the files, which are known once they are written.
+    """
+
+    changes: Changes
+    manifest: Manifest
+    staging: Path
+    kept: list[Manifest]
 
 
 class ResultsStore:
@@ -42,7 +64,7 @@ class ResultsStore:
         self._disk = disk
         self.claim = claim
         self._generations = Generations(paths)
-        self._view = View(paths, disk)
+        self._links = PublicLinks(paths, disk)
         self.current = Manifest()
         self._older: list[Manifest] = []
         self._next = 1
@@ -52,26 +74,21 @@ class ResultsStore:
         """Take note of the digests of the frozen copy and of what it was copied from; every commit carries them."""
         self.current = replace(self.current, copies=copies, sources=sources)
 
-    def set_fingerprints(self, fingerprints: dict[str, Any]) -> None:
+    def set_fingerprints(self, fingerprints: JsonObject) -> None:
         """Take note of what the datasets look like; every commit carries it."""
         self.current = replace(self.current, fingerprints=fingerprints)
 
-    @property
-    def staging(self) -> Path:
-        """Where the next commit is written."""
-        return self.claim.folder / f"generation_{self._next}"
-
-    def commit(self, changes: Changes, progress: Progress, run_state: dict[str, Any]) -> None:
+    def commit(self, changes: Changes, progress: Progress, run_state: JsonObject) -> None:
         """Make ``changes`` the current state, whole or not at all."""
-        self.begin(changes, progress, run_state)()
+        self.complete(self.begin(changes, progress, run_state))
 
-    def begin(self, changes: Changes, progress: Progress, run_state: dict[str, Any]) -> Callable[[], None]:
-        """Let the components save what they are now; return the rest of the commit, which may run in a thread.
+    def begin(self, changes: Changes, progress: Progress, run_state: JsonObject) -> BegunCommit:
+        """Let the components save what they are now; ``complete`` does the rest, and may run in a thread.
 
-        Folders of shards are made and left empty: they must be filled below ``staging`` before the rest begins.
+        Folders of shards are made and left empty: they must be filled below ``staging`` before the commit is completed.
         """
         self.claim.check()
-        staging = self.staging
+        staging = self.claim.folder / f"generation_{self._next}"
         self._disk.check_room(self._paths.results, changes.num_bytes)
         self._disk.make_scratch_folder(staging, self.claim.folder)
         for folder, save in changes.folders.items():
@@ -79,36 +96,21 @@ class ResultsStore:
             self._disk.perform("save", staging / folder, partial(save, staging / folder))
         for folder in changes.shards:
             self._disk.make_scratch_folder(staging / folder, staging)
-        kept = self._kept(changes.is_partial)
+        kept = self._commits_to_keep(changes.is_partial)
         manifest = replace(
             self.current,
             generation=self._next,
-            older=tuple(one.generation for one in kept),
+            older=tuple(older.generation for older in kept),
             is_partial=changes.is_partial,
             progress=progress,
             run_state=run_state,
         )
-        return lambda: self._guard(lambda: self._complete(changes, manifest, staging, kept))
+        return BegunCommit(changes, manifest, staging, kept)
 
-    def _guard(self, action: Callable[[], None]) -> None:
-        """Act; if that fails because another run has taken over, say so instead of naming a file that is gone."""
-        try:
-            action()
-        except (PipelineError, OSError) as error:
-            self.claim.check()
-            if isinstance(error, PipelineError):
-                raise
-            raise PipelineError(
-                f"A commit could not be completed: {error}. The last commit is intact.\n"
-                "  fix: restore access, then run again with --auto."
-            ) from error
-
-    def _kept(self, is_partial: bool) -> list[Manifest]:
-        """Return the older commits that stay with a new one: the latest, and on until two have weights of their own.
-
-        A commit that shares its weights with the one before is not safer than that.
-        """
+    def _commits_to_keep(self, is_partial: bool) -> list[Manifest]:
+        """Return the older commits that stay with a new one: the latest, and on until two have weights of their own."""
         kept = []
+        # A partial commit shares its weights with the one before: if these are damaged, both are.
         num_full = 0 if is_partial else 1
         for manifest in [self.current, *self._older] if self.current.generation else []:
             kept.append(manifest)
@@ -117,99 +119,134 @@ class ResultsStore:
                 break
         return kept
 
-    def _complete(self, changes: Changes, manifest: Manifest, staging: Path, kept: list[Manifest]) -> None:
-        manifest = self._stage(changes, manifest, staging)
-        self._disk.write(staging / MANIFEST_FILE, bytes_writer(sealed_json(manifest.as_json())))
-        self._disk.sync_folders(staging)
-        self.claim.check()
-        self._disk.rename(staging, self._paths.generations / str(manifest.generation))
-        self._disk.sync_folder(self._paths.generations)
-        self._replace_state(manifest)
-        self._next += 1
+    def complete(self, begun: BegunCommit) -> None:
+        """Write the files of a commit, make it the current one, and tidy up behind it."""
+        try:
+            manifest = self._stage(begun)
+            self._disk.write(begun.staging / MANIFEST_FILE, bytes_writer(sealed_json(manifest.as_json())))
+            # All names must be durable before the rename makes them part of a generation, and the generation before
+            # the state names it.
+            self._disk.sync_folders(begun.staging)
+            self.claim.check()
+            self._disk.rename(begun.staging, self._paths.generations / str(manifest.generation))
+            self._disk.sync_folder(self._paths.generations)
+            self._replace_state(manifest)
+            self._settle(manifest, begun.kept)
+        except (PipelineError, OSError) as error:
+            # If another run has taken over, this says so instead of naming a file that is gone.
+            self.claim.check()
+            if isinstance(error, PipelineError):
+                raise
+            raise PipelineError(
+                f"A commit could not be completed: {error}. The last commit is intact.\n"
+                "  fix: restore access, then run again with --auto."
+            ) from error
+
+    def _stage(self, begun: BegunCommit) -> Manifest:
+        """Write what is new into the commit's folder; return the manifest with all files."""
+        changes = begun.changes
+        staging = begun.staging
+        files = {path: entry for path, entry in begun.manifest.files.items() if path not in changes.removed}
+        for path, writer in changes.files.items():
+            files[path] = self._write(staging, path, writer)
+        for folder in (*changes.folders, *changes.shards):
+            files = entries_outside(files, folder)
+            # Components may leave empty folders, which no digest could cover. Their files were not written by us and
+            # are made durable here.
+            self._disk.remove_all_empty_folders(staging / folder)
+            self._disk.remove_empty_folders(staging / folder, staging)
+            for file in sorted((staging / folder).rglob("*")):
+                if file.is_file():
+                    self._disk.sync_file(file)
+                    path = file.relative_to(staging).as_posix()
+                    files[path] = Entry(f"{self._next}/{path}", Digest.of(file))
+        # Last, because a pool may be another name for what this very commit has written.
+        for path, other in changes.same_as.items():
+            files = {**entries_outside(files, path), **rename_entries(files, other, path)}
+        sealed = begun.manifest.sealed
+        if changes.sealed:
+            entries = {path: self._write(staging, path, writer) for path, writer in changes.sealed.items()}
+            document = SealedList(entries, sealed).as_json()
+            sealed = self._write(staging, SEALED_FILE, bytes_writer(sealed_json(document)))
+        return replace(begun.manifest, files=files, sealed=sealed)
+
+    def _write(self, staging: Path, path: str, writer: Writer) -> Entry:
+        self._disk.make_scratch_folder((staging / path).parent, staging)
+        return Entry(f"{self._next}/{path}", self._disk.write(staging / path, writer))
+
+    def _replace_state(self, manifest: Manifest) -> None:
+        """Name the current generation: this is the commit."""
+        state = State(manifest.generation, manifest.progress)
+        # The new file lies in this run's claim. A run that takes over has moved that folder away, so the rename fails.
+        staging = self.claim.folder / STATE_FILE
+        self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state.as_json())), staging)
+
+    def _settle(self, manifest: Manifest, kept: list[Manifest]) -> None:
+        """Show a new commit in data/ and drop what is not needed any more; a kill in between is made up for later."""
         previous = self.current
-        dropped = [one for one in [previous, *self._older] if one.generation not in manifest.older]
+        dropped = [older for older in [previous, *self._older] if older.generation not in manifest.older]
+        self._next += 1
         self.current = manifest
         self._older = kept
         # A run that has taken over does the rest, and must not be interfered with.
         self.claim.check()
-        self._view.show(dict(self._changed(previous, manifest)), self.claim.folder)
-        self._view.hide(set(previous.files) - set(manifest.files))
+        changed = {path: entry for path, entry in manifest.files.items() if previous.files.get(path) != entry}
+        if manifest.sealed != previous.sealed and manifest.sealed:
+            sealed_list = self._generations.sealed_list(manifest.sealed)
+            changed |= sealed_list.files if sealed_list else {}
+        self._links.show(changed, self.claim.folder)
+        self._links.hide(set(previous.files) - set(manifest.files))
         self._drop(dropped)
         if self._has_damaged_commit:
             # The new commit is complete, so the damaged one is not needed any more.
             self._sweep()
             self._has_damaged_commit = False
         if manifest.progress.is_finished:
+            # No start follows that would show these names once more if a power cut takes them.
             self._disk.sync_folders(self._paths.data)
-
-    def _stage(self, changes: Changes, manifest: Manifest, staging: Path) -> Manifest:
-        files = {path: entry for path, entry in manifest.files.items() if path not in changes.removed}
-        for path, writer in changes.files.items():
-            files[path] = self._write(staging, path, writer)
-        for folder in (*changes.folders, *changes.shards):
-            files = outside(files, folder)
-            files.update(self._saved_folder(staging, folder))
-        for path, other in changes.same_as.items():
-            files = {**outside(files, path), **dict(renamed(files, other, path))}
-        return replace(manifest, files=files, sealed=self._stage_sealed(changes, manifest, staging))
-
-    def _stage_sealed(self, changes: Changes, manifest: Manifest, staging: Path) -> Entry | None:
-        if not changes.sealed:
-            return manifest.sealed
-        entries = {path: self._write(staging, path, writer) for path, writer in changes.sealed.items()}
-        listed = SealedList(entries, manifest.sealed)
-        return self._write(staging, SEALED_FILE, bytes_writer(sealed_json(listed.as_json())))
-
-    def _write(self, staging: Path, path: str, writer: Callable[[Any], None]) -> Entry:
-        self._disk.make_scratch_folder((staging / path).parent, staging)
-        return Entry(f"{self._next}/{path}", self._disk.write(staging / path, writer))
-
-    def _saved_folder(self, staging: Path, folder: str) -> Iterator[tuple[str, Entry]]:
-        """Make durable whatever a component wrote."""
-        self._disk.remove_all_empty_folders(staging / folder)
-        self._disk.remove_empty_folders(staging / folder, staging)
-        for path in sorted((staging / folder).rglob("*")):
-            if path.is_file():
-                self._disk.sync_file(path)
-                name = path.relative_to(staging).as_posix()
-                yield name, Entry(f"{self._next}/{name}", Digest.of(path))
-
-    def _replace_state(self, manifest: Manifest) -> None:
-        """The commit itself; it takes a file of this run's claim, which a run that takes over has removed first."""
-        state = State(manifest.generation, manifest.progress)
-        staging = self.claim.folder / "state.json"
-        self._disk.replace_file(self._paths.state_file, bytes_writer(sealed_json(state.as_json())), staging)
-
-    def _changed(self, previous: Manifest, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
-        """Yield what differs from the commit before: new files, and new names for older ones."""
-        yield from ((path, entry) for path, entry in manifest.files.items() if previous.files.get(path) != entry)
-        if manifest.sealed != previous.sealed and manifest.sealed:
-            listed = self._generations.sealed_list(manifest.sealed)
-            yield from listed.files.items() if listed else ()
 
     def _drop(self, dropped: list[Manifest]) -> None:
         """Remove what only generations needed that do not stay; sealed files belong to all."""
         kept = {name for manifest in (self.current, *self._older) for name in manifest.objects()}
         for manifest in dropped:
-            for name in sorted(manifest.objects() - kept):
-                self._remove_object(self._paths.generations / name)
+            files = [self._paths.generations / name for name in sorted(manifest.objects() - kept)]
             if manifest.generation:
-                self._remove_object(self._generations.manifest_file(manifest.generation))
-
-    def _remove_object(self, path: Path) -> None:
-        self._disk.remove(path)
-        self._disk.remove_empty_folders(path.parent, self._paths.generations)
+                files.append(self._generations.manifest_file(manifest.generation))
+            for file in files:
+                self._disk.remove(file)
+                self._disk.remove_empty_folders(file.parent, self._paths.generations)
 
     def recover(self, is_needed: Callable[[str], bool]) -> None:
         """Continue from the newest generation whose needed files are intact, and tidy up behind it."""
+        # Recovery looks at the same manifests and lists from several sides. The commits that follow look at new ones.
+        self._generations = Generations(self._paths, remembers=True)
+        try:
+            self._recover(is_needed)
+        finally:
+            self._generations = Generations(self._paths)
+
+    def _recover(self, is_needed: Callable[[str], bool]) -> None:
         named = self._generations.named()
-        found = self._generations.numbers()
-        self._next = max([*found, named or 0]) + 1
+        numbers = self._generations.numbers()
+        # A number is never used twice, even if its commit is damaged or was never completed.
+        self._next = max([*numbers, named or 0]) + 1
+        newest = named
+        if newest is None:
+            LOGGER.warning(
+                "%s is missing or damaged; falling back to the newest intact commit.", self._paths.state_file
+            )
+            newest = max(numbers, default=0)
+        # A folder without a manifest holds files that newer commits still use.
+        older = [number for number in numbers if number < newest and self._generations.manifest_file(number).exists()]
         damage: list[str] = []
-        for generation in self._candidates(named, found):
+        for generation in [newest, *older] if newest else []:
             manifest = self._generations.manifest(generation)
-            broken = self._broken(generation, manifest, is_needed)
-            if manifest is not None and not broken:
+            if manifest is None:
+                damage.append(f"generations/{generation}/{MANIFEST_FILE}")
+                continue
+            needed = self._generations.needed_files(manifest, is_needed)
+            broken = [path for path, entry in needed.items() if not self._ensure_intact(path, entry)]
+            if not broken:
                 self._adopt(manifest, named, damage)
                 return
             damage += broken
@@ -217,38 +254,24 @@ class ResultsStore:
         raise DamagedResults(
             f"No intact commit was found in {self._paths.results}; damaged or missing: "
             f"{', '.join(damage) or 'state.json'}.\n"
-            f"  Nothing was deleted. fix: {fsck} shows what is intact; "
-            "restore the folder from a backup, or start again with --reset."
+            "  Nothing was deleted. fix: restore the folder from a backup, or start again with --reset.\n"
+            f"  to see what is intact: {fsck}"
         )
 
-    def _candidates(self, named: int | None, found: list[int]) -> list[int]:
-        if named is None:
-            LOGGER.warning(
-                "%s is missing or damaged; falling back to the newest intact commit.", self._paths.state_file
-            )
-            named = max(found, default=0)
-        older = [number for number in found if number < named and self._generations.manifest_file(number).exists()]
-        return [named, *older] if named else []
-
-    def _broken(self, generation: int, manifest: Manifest | None, is_needed: Callable[[str], bool]) -> list[str]:
-        if manifest is None:
-            return [f"generations/{generation}/{MANIFEST_FILE}"]
-        needed = self._generations.needed(manifest, is_needed)
-        return [path for path, entry in needed.items() if not self._is_intact(path, entry)]
-
-    def _is_intact(self, path: str, entry: Entry) -> bool:
-        """Check a file, and take it back from data/ if it is intact only there."""
+    def _ensure_intact(self, path: str, entry: Entry) -> bool:
+        """Return whether a file is intact; take it back from data/ if it is missing and intact there."""
         stored = self._generations.stored(entry)
-        shown = self._generations.shown(path)
+        public = self._generations.public_file(path)
         if matches(stored, entry.digest):
             return True
-        if not matches(shown, entry.digest) or stored.exists():
+        if not matches(public, entry.digest) or stored.exists():
             return False
         self._disk.make_scratch_folder(stored.parent, self._paths.generations)
-        self._disk.link(shown, stored)
+        self._disk.link(public, stored)
         return True
 
     def _adopt(self, manifest: Manifest, named: int | None, damage: list[str]) -> None:
+        """Make a generation the current one of this run, and bring data/ in line with it."""
         if damage:
             LOGGER.error(
                 "Damaged: %s. Continuing from commit %d (%s) instead.",
@@ -267,28 +290,24 @@ class ResultsStore:
         if named is None and not damage:
             self._replace_state(manifest)
             named = manifest.generation
-        stored = {path: one for path, one in self._generations.all_files(manifest).items() if self._is_stored(one)}
-        self._view.show(stored, self.claim.folder)
-        self._warn_of_pools()
+        entries = self._generations.all_files(manifest)
+        stored = {path: entry for path, entry in entries.items() if self._generations.stored(entry).is_file()}
+        self._links.show(stored, self.claim.folder)
+        # Only sizes are compared: to digest every pool would make each start read all weights.
+        files = {path: (self._generations.stored(entry), entry.digest.size) for path, entry in manifest.files.items()}
+        damaged = [path for path, (file, size) in files.items() if not file.is_file() or file.stat().st_size != size]
+        if damaged:
+            LOGGER.warning("Damaged, but not needed to continue: %s", ", ".join(damaged))
         # Nothing is deleted on doubt: what was damaged may still be of use to a person.
         if named == manifest.generation and has_whole_chain:
             self._sweep()
         self._has_damaged_commit = named != manifest.generation and has_whole_chain
 
-    def _is_stored(self, entry: Entry) -> bool:
-        return self._generations.stored(entry).is_file()
-
-    def _warn_of_pools(self) -> None:
-        """Log committed files that a resume does not read but whose size shows that they are damaged."""
-        sizes = {path: (self._generations.stored(one), one.digest.size) for path, one in self.current.files.items()}
-        odd = [path for path, (file, size) in sizes.items() if not file.is_file() or file.stat().st_size != size]
-        if odd:
-            LOGGER.warning("Damaged, but not needed to continue: %s", ", ".join(odd))
-
     def _sweep(self) -> None:
+        """Remove all that no generation needs: what interrupted commits and clean-ups have left."""
         known = [self._generations.manifest(generation) for generation in self._generations.numbers()]
         names = {path for manifest in known if manifest for path in manifest.files}
-        self._view.hide(names - set(self._generations.all_files(self.current)))
+        self._links.hide(names - set(self._generations.all_files(self.current)))
         for path in self._generations.strays([self.current, *self._older]):
             self._disk.remove(path)
         for top in (self._paths.generations, self._paths.data):
@@ -296,13 +315,16 @@ class ResultsStore:
 
     def files_to_restore(self, is_needed: Callable[[str], bool]) -> dict[str, Entry]:
         """Return the files of the current commit that a continuing run reads, by path below data/."""
-        return self._generations.needed(self.current, is_needed)
+        return self._generations.needed_files(self.current, is_needed)
 
 
-def read_current_manifest(paths: ExperimentPaths) -> Manifest | None:
-    """Return the current manifest, changing nothing; None if it cannot be read."""
+def read_current_manifest(paths: ExperimentPaths, generation: int | None = None) -> Manifest | None:
+    """Return the current manifest, changing nothing; None if it cannot be read.
+
+    A caller that has read the state file already gives the generation that it names.
+    """
     generations = Generations(paths)
-    named = generations.named()
+    named = generations.named() if generation is None else generation
     return generations.manifest(named) if named is not None else None
 
 
@@ -315,4 +337,4 @@ def is_settled(paths: ExperimentPaths) -> bool:
         return False
     if generations.strays([manifest, *generations.older(manifest)]):
         return False
-    return View(paths, Disk()).is_complete(generations.all_files(manifest))
+    return PublicLinks(paths, Disk()).is_complete(generations.all_files(manifest))

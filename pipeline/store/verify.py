@@ -61,41 +61,40 @@ class _Inspector:
     def __init__(self, paths: ExperimentPaths, is_needed: Callable[[str], bool]) -> None:
         self._paths = paths
         self._is_needed = is_needed
-        self._generations = Generations(paths)
+        self._generations = Generations(paths, remembers=True)
         self._found = Inspection()
+        # A file is digested once, however many commits and names refer to it.
         self._verdicts: dict[str, bool] = {}
 
     def inspect(self) -> Inspection:
-        self._read_commits()
-        for manifest in self._found.commits:
-            needed = self._generations.needed(manifest, self._is_needed)
+        named = self._generations.named()
+        if named is None:
+            self._found.state_problem = "is missing or damaged"
+        elif not self._generations.manifest_file(named).exists():
+            self._found.state_problem = f"names commit {named}, which is not there"
+        for number in self._generations.numbers():
+            file = self._generations.manifest_file(number)
+            # A folder without a manifest holds files that newer commits still use. A newer generation than the state
+            # names was left by a kill before the commit was complete.
+            is_newer = named is not None and number > named
+            if is_newer or not (file.exists() or number == named):
+                continue
+            manifest = self._generations.manifest(number)
+            if manifest is None:
+                self._found.unreadable.append(file)
+                continue
+            self._found.commits.append(manifest)
+            needed = self._generations.needed_files(manifest, self._is_needed)
             if all(self._holds(entry) for entry in needed.values()):
                 self._found.intact.append(manifest)
         self._find_damage()
         if self._found.commits:
             self._compare_with_current(self._found.commits[0])
-        leftovers = sorted(self._paths.temp_data.iterdir()) if self._paths.temp_data.is_dir() else []
-        self._found.strays += leftovers
+        self._found.strays += sorted(self._paths.temp_data.iterdir()) if self._paths.temp_data.is_dir() else []
         return self._found
 
-    def _read_commits(self) -> None:
-        named = self._generations.named()
-        if named is None:
-            self._found.state_problem = "is missing or damaged"
-        for number in self._generations.numbers():
-            file = self._generations.manifest_file(number)
-            # A folder without a manifest holds files that newer commits still use.
-            if number > (number if named is None else named) or not (file.exists() or number == named):
-                continue
-            manifest = self._generations.manifest(number)
-            if manifest is None:
-                self._found.unreadable.append(file)
-            else:
-                self._found.commits.append(manifest)
-        if named is not None and not self._generations.manifest_file(named).exists():
-            self._found.state_problem = f"names commit {named}, which is not there"
-
     def _holds(self, entry: Entry) -> bool:
+        """Return whether a committed file is what its digest says."""
         if entry.object not in self._verdicts:
             self._verdicts[entry.object] = matches(self._generations.stored(entry), entry.digest)
             self._found.num_files += 1
@@ -110,11 +109,21 @@ class _Inspector:
                 users.setdefault(entry.object, []).append((path, manifest.generation))
                 entries[entry.object] = entry
         for name, entry in entries.items():
-            if not self._holds(entry):
-                paths, commits = (tuple(dict.fromkeys(column)) for column in zip(*users[name], strict=True))
-                file = self._generations.stored(entry)
-                source = self._source(paths[0], entry)
-                self._found.damages.append(Damage(paths, file, _difference(file, entry), commits, source))
+            if self._holds(entry):
+                continue
+            paths, commits = (tuple(dict.fromkeys(column)) for column in zip(*users[name], strict=True))
+            file = self._generations.stored(entry)
+            if not file.is_file():
+                problem = "is missing"
+            elif file.stat().st_size != entry.digest.size:
+                problem = f"has {file.stat().st_size} bytes instead of {entry.digest.size}"
+            else:
+                problem = "has another content than was committed"
+            # The same content may be what data/ shows, or another committed file.
+            sources = [self._generations.public_file(paths[0])]
+            sources += [self._generations.stored(other) for other in entries.values() if other.digest == entry.digest]
+            source = next((file for file in sources if matches(file, entry.digest)), None)
+            self._found.damages.append(Damage(paths, file, problem, commits, source))
 
     def _entries(self, manifest: Manifest) -> Iterator[tuple[str, Entry]]:
         yield from manifest.files.items()
@@ -122,34 +131,16 @@ class _Inspector:
             yield entry.object, entry
             yield from (files or {}).items()
 
-    def _source(self, path: str, entry: Entry) -> Path | None:
-        """Return another file with the content that is missing: what data/ shows, or any other committed file."""
-        same = (other for manifest in self._found.commits for _, other in self._entries(manifest))
-        places = [self._generations.shown(path)]
-        places += [self._generations.stored(other) for other in same if other.digest == entry.digest]
-        return next((place for place in places if matches(place, entry.digest)), None)
-
     def _compare_with_current(self, current: Manifest) -> None:
+        """Compare data/ and all stored files with the newest commit that can be read."""
         for path, entry in self._generations.all_files(current).items():
-            if not path.startswith(HIDDEN) and self._holds(entry) and not self._shows(path, entry):
-                is_pending = not self._generations.shown(path).exists() or self._shows_older(path)
-                (self._found.hidden_names if is_pending else self._found.replaced_names).append(path)
+            public = self._generations.public_file(path)
+            if path.startswith(HIDDEN) or not self._holds(entry) or is_same(public, self._generations.stored(entry)):
+                continue
+            # After a kill right behind a commit, data/ still has the file of an older one, or none.
+            older = [manifest.files[path] for manifest in self._found.commits[1:] if path in manifest.files]
+            is_older = any(is_same(public, self._generations.stored(other)) for other in older)
+            names = self._found.hidden_names if is_older or not public.exists() else self._found.replaced_names
+            names.append(path)
         if not self._found.unreadable and self._generations.has_whole_chain(current):
             self._found.strays = self._generations.strays(self._found.commits)
-
-    def _shows(self, path: str, entry: Entry) -> bool:
-        return is_same(self._generations.shown(path), self._generations.stored(entry))
-
-    def _shows_older(self, path: str) -> bool:
-        """Return whether data/ still has a file of an older commit, as after a kill right behind a commit."""
-        older = (manifest.files.get(path) for manifest in self._found.commits[1:])
-        return any(entry is not None and self._shows(path, entry) for entry in older)
-
-
-def _difference(file: Path, entry: Entry) -> str:
-    if not file.is_file():
-        return "is missing"
-    size = file.stat().st_size
-    if size != entry.digest.size:
-        return f"has {size} bytes instead of {entry.digest.size}"
-    return "has another content than was committed"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.arguments import verb_line
+from pipeline.command_lines import verb_line
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, PipelineError, UsageError, nearest
 from pipeline.paths import DATA_COUNTER_DATA, MODULE_CKPS, ExperimentPaths
@@ -24,7 +24,8 @@ from pipeline.system.files import regular_size
 FROZEN = "frzn"
 _POOLS = f"{MODULE_CKPS}/"
 _COUNTERS = f"{DATA_COUNTER_DATA}/"
-_ATTEMPTS = 20
+# A reader that is slower than this many commits in a row gives up.
+_MAX_ATTEMPTS = 20
 # The files of one module by their names in its folder of shards; a file that is the whole module has no such name.
 ModuleFiles = dict[str, Entry]
 
@@ -35,7 +36,8 @@ class CommitSuperseded(PipelineError):
 
 def newest_commit(paths: ExperimentPaths) -> Manifest:
     """Return the manifest of the current commit, of a running experiment too."""
-    for _ in range(_ATTEMPTS):
+    # The state and the manifest are two files: a commit may replace one and remove the other in between.
+    for _ in range(_MAX_ATTEMPTS):
         if (manifest := read_current_manifest(paths)) is not None:
             return manifest
     raise DamagedResults(
@@ -69,16 +71,17 @@ def steps_of(manifest: Manifest, pool: str) -> int:
 def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[str, ModuleFiles]:
     """Return the files of a pool by module, or refuse one that does not exist."""
     prefix = f"{_POOLS}{pool}/"
-    found = dict[str, ModuleFiles]()
+    modules = dict[str, ModuleFiles]()
     for path, entry in manifest.files.items():
         if path.startswith(prefix):
             module, _, file = path.removeprefix(prefix).partition("/")
-            found.setdefault(module if file else Path(module).stem, {})[file] = entry
-    if not found and pool != FROZEN:
+            modules.setdefault(module if file else Path(module).stem, {})[file] = entry
+    # An experiment without frozen modules has no such pool, which is not an error.
+    if not modules and pool != FROZEN:
         known = [name for name in pool_names(manifest) if name != FROZEN]
         listed = ", ".join(known) or "none"
         raise UsageError(f"{paths.name!r} has no pool {pool!r}; there are {listed}.{nearest(pool, known)}")
-    return found
+    return modules
 
 
 def counter_entries(manifest: Manifest) -> dict[str, Entry]:
@@ -91,19 +94,23 @@ def open_commit_on_all_ranks(
     paths: ExperimentPaths, processes: Processes, choose: Callable[[Manifest], Iterable[Entry]]
 ) -> Iterator[tuple[Manifest, HeldFiles]]:
     """Hold the chosen files of one and the same commit open on every process."""
-
-    def hold() -> tuple[Manifest, HeldFiles]:
-        manifest = processes.on_rank_zero(lambda: newest_commit(paths))
-        return manifest, processes.on_all_ranks(lambda: HeldFiles(paths, manifest, choose(manifest)))
-
-    for _ in range(_ATTEMPTS - 1):
-        with suppress(CommitSuperseded):
-            manifest, held = hold()
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
+        manifest = processes.on_rank_zero(newest_commit, paths)
+        try:
+            # If one rank comes too late for a file, all ranks try again with the newer commit.
+            held = processes.on_all_ranks(_open_chosen, paths, manifest, choose)
             break
-    else:
-        manifest, held = hold()
+        except CommitSuperseded:
+            if attempt == _MAX_ATTEMPTS:
+                raise
     with held:
         yield manifest, held
+
+
+def _open_chosen(
+    paths: ExperimentPaths, manifest: Manifest, choose: Callable[[Manifest], Iterable[Entry]]
+) -> HeldFiles:
+    return HeldFiles(paths, manifest, choose(manifest))
 
 
 class HeldFiles:
@@ -155,7 +162,7 @@ class HeldFiles:
 
     def state(self, files: ModuleFiles, target: Target = whole) -> Any:
         """Return what the files of a module hold, once their digests hold; ``target`` is where shards go."""
-        opened = {name: self._verified(entry) for name, entry in files.items()}
+        opened = {name: self._open_verified(entry) for name, entry in files.items()}
         stored = self._stored(next(iter(files.values())))
         try:
             return load_tensors(stored, opened[""]) if "" in opened else load_shards(stored.parent, target, opened)
@@ -165,15 +172,17 @@ class HeldFiles:
     def copy(self, entry: Entry, target: Path) -> None:
         """Write a file's content to another place, once its digest holds."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(self._verified(entry).read())
+        target.write_bytes(self._open_verified(entry).read())
         self._release([entry])
 
-    def _verified(self, entry: Entry) -> BinaryIO:
+    def _open_verified(self, entry: Entry) -> BinaryIO:
+        """Return an open file at its beginning, once its digest holds."""
         if self._lazily and entry.object not in self._files:
             self._files[entry.object] = self._stack.enter_context(self._open(entry))
         file = self._files[entry.object]
         file.seek(0)
         if entry.object not in self._intact:
+            # On the open file: its name may lead elsewhere by now.
             if Digest.of_file(file) != entry.digest:
                 raise self._damage(self._stored(entry), "its content is not what was committed")
             self._intact.add(entry.object)
@@ -186,26 +195,24 @@ class HeldFiles:
             self._files.pop(entry.object).close()
 
     def verify(self, entries: Iterable[Entry]) -> None:
+        """Compare files with their digests."""
         for entry in entries:
-            self._verified(entry)
+            self._open_verified(entry)
             self._release([entry])
 
     def trust(self, entries: Iterable[Entry]) -> None:
         """Take files for intact that another process has verified."""
         self._intact |= {entry.object for entry in entries}
 
-    def _damage(self, path: Path, what: str) -> DamagedResults:
-        intact = ", ".join(self._intact_pools()) or "none"
-        return DamagedResults(
-            f"{path} is damaged: {what}. Intact pools of {self._paths.name!r}: {intact}.\n"
-            f"  fix: {verb_line('fsck', self._paths.name, self._paths.home)} says from what it can be restored."
-        )
-
-    def _intact_pools(self) -> list[str]:
-        files = self._manifest.files
+    def _damage(self, path: Path, reason: str) -> DamagedResults:
+        """Return the error of a file that is damaged; it names the pools that could be used instead."""
         damaged = {
-            path.split("/")[1]
-            for path, entry in files.items()
-            if path.startswith(_POOLS) and not matches(self._stored(entry), entry.digest)
+            name.split("/")[1]
+            for name, entry in self._manifest.files.items()
+            if name.startswith(_POOLS) and not matches(self._stored(entry), entry.digest)
         }
-        return [pool for pool in pool_names(self._manifest) if pool not in damaged]
+        intact = ", ".join(pool for pool in pool_names(self._manifest) if pool not in damaged) or "none"
+        return DamagedResults(
+            f"{path} is damaged: {reason}. Intact pools of {self._paths.name!r}: {intact}.\n"
+            f"  fix: {verb_line('fsck', self._paths.name, self._paths.home)}    (shows from what it can be restored)"
+        )

@@ -1,4 +1,7 @@
-"""The one layer through which everything that must survive is written."""
+"""The one durable seam: every change to the results passes through ``Disk``.
+
+``Disk.perform`` runs each single operation. Tests replace it to kill, refuse, interrupt or cut the power there.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +20,57 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from pipeline.errors import PipelineError
 from pipeline.system.formatting import shown_bytes
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 Result = TypeVar("Result")
 Writer = Callable[[BinaryIO], None]
-_CHUNK = 1 << 20
-# What is worth handing to a second thread and to the disk, and how much is written at once.
-_LARGE = 4 << 20
-_PORTION = 8 << 20
-_ATTEMPTS_TO_EMPTY = 5
-_BEGIN_STORING = 2
+_BUFFER_BYTES = 1 << 20
+# A large tensor is written in parts of this size, so that digesting and storing one overlaps with writing the next.
+_MAX_WRITE_BYTES = 8 << 20
+# Written bytes go to the digest thread in parts of this size. Between two parts that thread needs the interpreter lock,
+# which the training has to wait for: fewer, larger parts cost the training less.
+_DIGEST_PART_BYTES = 4 << 20
+_MAX_ATTEMPTS_TO_EMPTY = 5
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SECONDS_BETWEEN_ATTEMPTS = 0.001
-
-
-# How much less important a thread of the background is than the training, and the least that the kernel knows.
-_STEPS_BACK = 10
-_LEAST = 19
+# Background threads are this much "nicer" than the training; 19 is the lowest priority that Linux knows.
+_NICE_INCREMENT = 10
+_MAX_NICE = 19
+# SYNC_FILE_RANGE_WRITE of sync_file_range(2): start writing back a range, and do not wait for it.
+_START_WRITEBACK = 2
+# Python has no binding. None where the C library lacks it: then the final fsync does all the work.
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def low_priority_executor(name: str) -> ThreadPoolExecutor:
-    """Return a thread for work behind the training, which gives way to it where there are not enough cores."""
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_give_way)
+    """Return an executor with one background thread that yields to the training when cores are scarce."""
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_thread_priority)
 
 
-def _give_way() -> None:
-    # Elsewhere a thread has no priority of its own. Where it may not be changed, the work is done all the same.
+def _lower_thread_priority() -> None:
+    # Only Linux has priorities per thread. Where changing one is not allowed, the work is done at the normal priority.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, min(_LEAST, os.getpriority(os.PRIO_PROCESS, own) + _STEPS_BACK))
+            thread = threading.get_native_id()
+            nice = os.getpriority(os.PRIO_PROCESS, thread) + _NICE_INCREMENT
+            os.setpriority(os.PRIO_PROCESS, thread, min(_MAX_NICE, nice))
+
+
+# One thread: the parts of a file must reach its digest in order.
+_DIGEST_EXECUTOR = low_priority_executor("digest")
 
 
 @dataclass(frozen=True)
 class Digest:
-    """What a file must contain."""
+    """Size and SHA-256 of the content that a file must have."""
 
     size: int
     sha256: str
@@ -67,57 +82,57 @@ class Digest:
 
     @classmethod
     def of_file(cls, file: BinaryIO) -> Digest:
-        """Return the digest of what is left to read of an open file."""
+        """Return the digest of an open file from its current position to its end."""
         sha = hashlib.sha256()
         size = 0
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_BUFFER_BYTES):
             sha.update(chunk)
             size += len(chunk)
         return cls(size, sha.hexdigest())
 
 
 class Disk:
-    """Changes of the file system, each durable once the call that says so returns.
+    """Changes of the file system. A method that promises durability has synced when it returns."""
 
-    A failed fsync is never tried again: the kernel may have dropped the data it failed to write.
-    """
-
+    # Size of the commit in progress, for the message about a full disk.
     num_needed_bytes = 0
 
     def perform(self, operation: str, path: Path, action: Callable[[], Result]) -> Result:
-        """Do one change; every change passes here, so that a test can put a fault in its way."""
+        """Run one change. Every change passes here, so that a test can inject a fault at any of them."""
         while True:
             try:
                 return action()
             except (InterruptedError, BlockingIOError):
-                # Nothing has happened: a signal came, or the file system was busy.
+                # Nothing has changed yet: a signal arrived, or the file system was busy.
                 time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
             except OSError as error:
+                # Never repeated, above all not an fsync: after a failed one the kernel may have dropped the data, and
+                # a second fsync would succeed without it.
+                space = self._describe_space(path) if error.errno in _NO_SPACE else ""
                 raise PipelineError(
-                    f"Could not {operation} {path}: {error.strerror or error}{self._room(error, path)}. "
-                    "The last commit is intact.\n"
+                    f"Could not {operation} {path}: {error.strerror or error}{space}. The last commit is intact.\n"
                     "  fix: free space or restore access, then run again with --auto."
                 ) from error
 
-    def _room(self, error: OSError, path: Path) -> str:
-        if error.errno not in _NO_SPACE:
-            return ""
+    def _describe_space(self, path: Path) -> str:
+        # ENOSPC also means that no inodes are left. Without this, the message would show free space on a "full" disk.
         if self.free_inodes(path) == 0:
             return " (no inodes are free: the file system cannot hold more files, however small)"
         needed = f"{shown_bytes(self.num_needed_bytes)} needed, " if self.num_needed_bytes else ""
         return f" ({needed}{shown_bytes(self.free_bytes(path))} free)"
 
     def free_bytes(self, path: Path) -> int:
-        """Return how much may still be written where ``path`` is or will be."""
+        """Return the free space of the file system on which ``path`` is or will be."""
         return shutil.disk_usage(_nearest_existing(path)).free
 
     def free_inodes(self, path: Path) -> int | None:
-        """Return how many files may still be created there; None where the file system does not count them."""
-        found = os.statvfs(_nearest_existing(path))
-        return found.f_favail if found.f_files else None
+        """Return how many more files can be created there; None if the file system has no fixed number of inodes."""
+        statistics = os.statvfs(_nearest_existing(path))
+        # btrfs, for one, reports 0 of 0.
+        return statistics.f_favail if statistics.f_files else None
 
     def check_room(self, path: Path, num_bytes: int) -> None:
-        """Refuse to begin what cannot fit."""
+        """Refuse a commit of ``num_bytes`` that cannot fit, before any of it is written."""
         self.num_needed_bytes = num_bytes
         free = self.free_bytes(path)
         if num_bytes > free:
@@ -127,166 +142,176 @@ class Disk:
             )
 
     def write(self, path: Path, writer: Writer) -> Digest:
-        """Write a new file and make its content durable (its name is so once its folder is synced)."""
-        raw = self.perform("create", path, lambda: _RawFile(self, path))
-        with io.BufferedWriter(raw, _CHUNK) as file:
+        """Write a new file and make its content durable; its name is durable once its folder is synced."""
+        raw = self.perform("create", path, partial(_RawFile, self, path))
+        with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
             writer(file)
+            # fsync sees only what has left Python's buffer.
             file.flush()
-            self.perform("sync", path, lambda: os.fsync(raw.descriptor))
+            self.perform("sync", path, partial(os.fsync, raw.descriptor))
             return raw.digest()
 
     def write_some(self, descriptor: int, content: memoryview) -> int:
-        """Write as much as the kernel takes and return how much that was."""
+        """Write as much as the kernel takes and return the number of bytes; tests replace it by short writes."""
         return os.write(descriptor, content)
 
     def replace_file(self, path: Path, writer: Writer, staging: Path) -> Digest:
-        """Replace a file in one atomic, durable step; ``staging`` is on the same file system."""
+        """Replace a file in one atomic, durable step; ``staging`` must be on the same file system."""
+        # A killed run may have left its staging file, and ``write`` only creates new files.
         if staging.exists():
             self.remove(staging)
         digest = self.write(staging, writer)
         self.rename(staging, path)
+        # Before this sync a power cut may bring the old file back.
         self.sync_folder(path.parent)
         return digest
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder, and those above it that are missing, each durable in its parent."""
+        """Create a folder and its missing parents; each name is durable."""
         if path.is_dir():
             return
         self.make_folder(path.parent)
-        self.perform("create folder", path, lambda: path.mkdir(exist_ok=True))
+        # Another start may create the same folder between the check and this line.
+        self.perform("create folder", path, partial(path.mkdir, exist_ok=True))
         self.sync_folder(path.parent)
 
     def make_scratch_folder(self, path: Path, top: Path) -> None:
-        """Create a folder below ``top``, which must be there; its name need not survive a power cut."""
+        """Create a folder and its missing parents below ``top``, which exists; names need not survive a power cut."""
         if path == top or path.is_dir():
             return
         self.make_scratch_folder(path.parent, top)
-        self.perform("create folder", path, lambda: path.mkdir(exist_ok=True))
+        # Not synced: what becomes permanent is synced as a tree later (``sync_folders``), the rest is thrown away.
+        self.perform("create folder", path, partial(path.mkdir, exist_ok=True))
 
     def rename(self, source: Path, target: Path) -> None:
-        self.perform("rename to", target, lambda: os.replace(source, target))
+        self.perform("rename to", target, partial(os.replace, source, target))
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name, or a copy where the file system has no hard links."""
-        self.perform("link", target, lambda: _link_or_copy(source, target))
+        """Give a file a second name; copy it where the file system has no hard links."""
+
+        def link_or_copy() -> None:
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                # Not a lack of hard links: a copy would overwrite the file of that name.
+                raise
+            except OSError:
+                shutil.copyfile(source, target)
+
+        self.perform("link", target, link_or_copy)
 
     def remove(self, path: Path) -> None:
-        self.perform("remove", path, lambda: path.unlink(missing_ok=True))
+        self.perform("remove", path, partial(path.unlink, missing_ok=True))
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder; one that another run has just removed is gone as well."""
+        """Remove an empty folder; that another run has just removed it is not an error."""
 
-        def remove() -> None:
+        def remove_if_present() -> None:
             with contextlib.suppress(FileNotFoundError):
                 path.rmdir()
 
-        self.perform("remove folder", path, remove)
+        self.perform("remove folder", path, remove_if_present)
 
     def remove_empty_folders(self, folder: Path, top: Path) -> None:
-        """Remove a folder and those above it, below ``top``, as far as they are empty."""
+        """Remove a folder if it is empty, then its parents below ``top`` while they are empty."""
         while folder != top and folder.is_dir() and not any(folder.iterdir()):
             self.remove_folder(folder)
             folder = folder.parent
 
     def remove_all_empty_folders(self, top: Path) -> None:
-        """Remove every folder below ``top`` that holds no file, however deep."""
+        """Remove every folder below ``top`` that holds no file at any depth."""
+        # In reverse order, children come before their parents.
         for path in sorted(top.rglob("*"), reverse=True):
             if path.is_dir():
                 self.remove_empty_folders(path, top)
 
     def remove_tree(self, path: Path) -> bool:
-        """Remove a folder and all in it, without ever following a link; return whether nothing is left.
+        """Remove a file or a folder with its content, without following links; return whether nothing is left.
 
-        On NFS, a file that a process on this machine has open becomes ``.nfs…`` when it is removed, and cannot be
-        removed before it is closed. Such files, and the folders that hold them, are left.
+        On NFS, a removed file that a process on this machine has open is renamed to ``.nfs…`` and stays until it is
+        closed. Such files and their folders are left.
         """
         if path.is_symlink() or not path.is_dir():
             self.remove(path)
             return True
-        # A run that is being refused at this moment may still add a file of its own.
-        for _ in range(_ATTEMPTS_TO_EMPTY):
-            found = [self.remove_tree(entry) for entry in _entries(path) if not _is_held_by_nfs(entry)]
-            left = _entries(path)
-            if not all(found) or any(map(_is_held_by_nfs, left)):
+        # More than once: a run that is being refused right now may still add a file of its own.
+        for _ in range(_MAX_ATTEMPTS_TO_EMPTY):
+            removals = [self.remove_tree(entry) for entry in _entries(path) if not _is_held_by_nfs(entry)]
+            remaining = _entries(path)
+            if not all(removals) or any(map(_is_held_by_nfs, remaining)):
                 return False
-            if not left:
+            if not remaining:
                 break
         self.remove_folder(path)
         return True
 
     def sync_file(self, path: Path) -> None:
-        self.perform("sync", path, lambda: _sync(path, os.O_RDWR))
+        self.perform("sync", path, partial(_sync, path, os.O_RDWR))
 
     def sync_folder(self, path: Path) -> None:
-        self.perform("sync folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
+        self.perform("sync folder", path, partial(_sync, path, os.O_RDONLY | os.O_DIRECTORY))
 
     def sync_folders(self, top: Path) -> None:
-        """Make the names in a whole tree of folders durable, deepest first."""
+        """Make all names in a tree of folders durable, deepest first."""
         for path, _, _ in os.walk(top, topdown=False):
             self.sync_folder(Path(path))
 
 
 class _RawFile(io.RawIOBase):
-    """An unbuffered file that reports each write to its disk and digests what it has written, behind the writer."""
+    """An unbuffered file whose writes pass through ``Disk.perform`` and are digested in a background thread."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk = disk
         self._path = path
         self._sha = hashlib.sha256()
         self._size = 0
-        self._num_queued = 0
-        self._digesting = list[Future[None]]()
+        self._num_queued_bytes = 0
+        self._queued_digests = list[Future[None]]()
         self._buffer = memoryview(b"")
+        # O_EXCL: committed files are never opened for writing again. O_RDWR: the digest thread reads them back.
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
     def writable(self) -> bool:
         return True
 
-    def write(self, data: Any) -> int:
-        """Write as much as the kernel takes at once; the buffer above comes back with the rest."""
-        content = memoryview(data).cast("B")[:_PORTION]
+    def write(self, data: ReadableBuffer) -> int:
+        """Write as much as the kernel takes at once; ``BufferedWriter`` calls again with the rest."""
+        content = memoryview(data).cast("B")[:_MAX_WRITE_BYTES]
         count = self._disk.perform("write", self._path, partial(self._disk.write_some, self.descriptor, content))
         self._size += count
-        if self._size - self._num_queued >= _LARGE:
-            _begin_storing(self.descriptor, self._num_queued, self._size - self._num_queued)
-            self._digesting.append(_DIGESTING.submit(self._digest, self._num_queued, self._size))
-            self._num_queued = self._size
+        num_new_bytes = self._size - self._num_queued_bytes
+        if num_new_bytes >= _DIGEST_PART_BYTES:
+            # Start writing these bytes to the disk now, so that little is left for the final fsync. Errors are ignored
+            # because they do not matter here: only that fsync makes the file durable.
+            if _SYNC_FILE_RANGE is not None:
+                offset = ctypes.c_int64(self._num_queued_bytes)
+                _SYNC_FILE_RANGE(self.descriptor, offset, ctypes.c_int64(num_new_bytes), _START_WRITEBACK)
+            self._queued_digests.append(_DIGEST_EXECUTOR.submit(self._digest, self._num_queued_bytes, self._size))
+            self._num_queued_bytes = self._size
         return count
 
     def _digest(self, start: int, end: int) -> None:
-        """Take a range of the file into the digest; it comes from the kernel's memory, not from the disk.
-
-        In large parts: between two of them this thread needs the interpreter, which the training then has to wait for.
-        """
-        if len(self._buffer) < min(_LARGE, end - start):
-            self._buffer = memoryview(bytearray(min(_LARGE, end - start)))
+        """Add a range of the file to the digest; it was just written, so it is read from the page cache."""
+        if len(self._buffer) < min(_DIGEST_PART_BYTES, end - start):
+            self._buffer = memoryview(bytearray(min(_DIGEST_PART_BYTES, end - start)))
+        # preadv reads at an offset and leaves the file position to the writer, which is in another thread.
         while start < end and (count := os.preadv(self.descriptor, [self._buffer[: end - start]], start)):
             self._sha.update(self._buffer[:count])
             start += count
 
     def digest(self) -> Digest:
-        """Return the digest of all that was written."""
-        for digesting in self._digesting:
-            digesting.result()
-        self._digest(self._num_queued, self._size)
+        """Return the digest of everything that was written."""
+        for queued in self._queued_digests:
+            queued.result()
+        self._digest(self._num_queued_bytes, self._size)
         return Digest(self._size, self._sha.hexdigest())
 
     def close(self) -> None:
         if not self.closed:
-            # A descriptor must not be read after it was closed: it may belong to another file by then.
-            wait(self._digesting)
+            # The digest thread must not read from a closed descriptor: its number may belong to another file by then.
+            wait(self._queued_digests)
             os.close(self.descriptor)
         super().close()
-
-
-def _begin_storing(descriptor: int, offset: int, count: int) -> None:
-    """Ask the kernel to start writing a range to the disk; without the call the final fsync does all the work."""
-    if _SYNC_FILE_RANGE is not None:
-        _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _BEGIN_STORING)
-
-
-_DIGESTING = low_priority_executor("digest")
-_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -296,10 +321,11 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what is in a folder, which another run may be removing at the same time."""
+    """Return what is in a folder, sorted: file systems list names in any order, and crash tests count operations."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
+        # Another run is removing it at the same time.
         return []
 
 
@@ -315,23 +341,10 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def json_writer(value: Any) -> Writer:
+def json_writer(value: object) -> Writer:
     """Return a writer of one readable JSON document."""
-    content = (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-    return bytes_writer(content)
+    return bytes_writer((json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def bytes_writer(content: bytes) -> Writer:
-    def write(file: BinaryIO) -> None:
-        file.write(content)
-
-    return write
+    return methodcaller("write", content)

@@ -1,4 +1,7 @@
-"""Files where others may have put something: never a pipe that hangs, never more than fits, never half a text."""
+"""Files that other programs may have put something into.
+
+Reading never hangs on a pipe and never takes more memory than expected; writing never leaves half a text.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from pipeline.errors import PipelineError, StateConflict, UsageError
 from pipeline.system.disk import Writer
 
 MAX_BYTES = 64 << 20
+# How much of a log is read to show its last lines; the log of a long run may be large.
+_TAIL_BYTES = 1 << 16
 
 
 def regular_size(path: Path) -> int:
-    """Return the size of a regular file; raise OSError for all else, unopened because opening could hang."""
+    """Return the size of a regular file; raise OSError for anything else."""
+    # stat before open: opening a pipe waits for a writer, possibly for ever.
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -26,17 +32,17 @@ def regular_size(path: Path) -> int:
 
 
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return what a regular file holds, or raise OSError if it is something else or too large."""
+    """Return the content of a regular file; raise OSError if it is something else or too large."""
     if regular_size(path) > max_bytes:
         raise OSError(errno.EFBIG, f"Larger than {max_bytes} bytes", str(path))
     return path.read_bytes()
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a text in place of a file as a whole; a failure leaves what was there."""
+    """Replace a file by a text in one rename; after a failure the old file is still there."""
     # Next to its target, so that the rename stays on one file system.
     staging = path.with_name(f".{path.name}.new")
-    # Whatever stands there is not to be written through: a link leads elsewhere, a pipe would hang.
+    # Do not write into what may already have this name: a link leads elsewhere, a pipe would hang.
     staging.unlink(missing_ok=True)
     try:
         staging.write_text(text, encoding="utf-8")
@@ -47,25 +53,22 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
-_TAIL_BYTES = 1 << 16
-
-
 def num_bytes(folder: Path) -> int:
-    """Return what a folder takes, each file once however many names it has."""
+    """Return the size of all files in a folder; a file with several hard links counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for path, _, names in os.walk(folder):
         for name in names:
             try:
-                found = (Path(path) / name).lstat()
+                status = (Path(path) / name).lstat()
             except FileNotFoundError:
                 # A live run replaces its files all the time.
                 continue
-            sizes[found.st_dev, found.st_ino] = found.st_size
+            sizes[status.st_dev, status.st_ino] = status.st_size
     return sum(sizes.values())
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log, or none if it cannot be read."""
+    """Return the last lines of a log; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -76,7 +79,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def check_output(path: Path, suffixes: Sequence[str], *, may_replace: bool) -> None:
-    """Refuse a place that nothing could be written to, as long as nothing has been done."""
+    """Refuse an ``--out`` that cannot be written, before any work is done for it."""
     if path.suffix not in suffixes:
         raise UsageError(f"--out must end in {', '.join(suffixes)}, but is {str(path)!r} instead.")
     if not path.parent.is_dir():
@@ -91,6 +94,7 @@ def check_output(path: Path, suffixes: Sequence[str], *, may_replace: bool) -> N
 
 def write_output(path: Path, writer: Writer) -> int:
     """Write a file next to its target and rename it; return its size."""
+    # With the process id, because two commands may write the same target at once. The last rename wins.
     staging = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         staging.unlink(missing_ok=True)
@@ -101,7 +105,7 @@ def write_output(path: Path, writer: Writer) -> int:
             size = file.tell()
         os.replace(staging, path)
     except (OSError, RuntimeError) as error:
-        # torch reports a failed write with an error of its own.
+        # torch reports a failed write as a RuntimeError of several lines, without strerror.
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise PipelineError(f"{path} could not be written: {reason}.") from error
     finally:

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Values as text: numbers, tables, terminal lines, and values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+# A value that was parsed from JSON or is about to be written as JSON.
+Json = Any
 _BARS = "▁▂▃▄▅▆▇█"
+_COLUMN_GAP = "  "
 
 
 def shown_bytes(count: float) -> str:
@@ -33,13 +36,16 @@ def shown_by_rank(values: Sequence[object]) -> str:
     if len(ranks) == 1:
         return next(iter(ranks))
     return " and ".join(
-        f"{value} on {'rank' if len(listed) == 1 else 'ranks'} {', '.join(listed)}" for value, listed in ranks.items()
+        f"{value} on {'rank' if len(holders) == 1 else 'ranks'} {', '.join(holders)}"
+        for value, holders in ranks.items()
     )
 
 
 def shown_fact(value: object) -> str:
-    """Return a fact about a machine; what is empty or missing is none."""
-    return str(value).lower() if isinstance(value, bool) else "none" if value in (None, "") else str(value)
+    """Return a fact about a machine: flags as in JSON, and "none" for what is empty or missing."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value in (None, "") else str(value)
 
 
 def shown_duration(seconds: float) -> str:
@@ -47,7 +53,7 @@ def shown_duration(seconds: float) -> str:
 
 
 def shown_value(value: float | None) -> str:
-    """Return a loss; None stands for NaN, which JSON cannot hold."""
+    """Return a loss with four decimals; None stands for NaN, which JSON cannot hold."""
     return "nan" if value is None else f"{value:.4f}"
 
 
@@ -56,17 +62,24 @@ def shown_values(values: Mapping[str, float | None]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:
-    """Return the latest values as small bars from the lowest to the highest; a gap is a blank."""
-    shown = [value if math.isfinite(value) else None for value in values[-width:]]
-    known = [value for value in shown if value is not None]
-    low = min(known, default=0.0)
-    extent = max(known, default=0.0) - min(known, default=0.0)
-    heights = [None if value is None else (value - low) / extent if extent else 0.5 for value in shown]
-    return "".join(" " if height is None else _BARS[round(height * (len(_BARS) - 1))] for height in heights)
+    """Return the latest values as bars, scaled from the lowest to the highest; a value that is not finite is blank."""
+    latest = values[-width:]
+    finite = [value for value in latest if math.isfinite(value)]
+    low = min(finite, default=0.0)
+    extent = max(finite, default=0.0) - low
+    bars = []
+    for value in latest:
+        if not math.isfinite(value):
+            bars.append(" ")
+            continue
+        # A constant curve has no extent; draw it at half height.
+        height = (value - low) / extent if extent else 0.5
+        bars.append(_BARS[round(height * (len(_BARS) - 1))])
+    return "".join(bars)
 
 
-def as_json(value: Any) -> Any:
-    """Return a value in which whatever JSON has no word for is null; a complex number is a pair."""
+def as_json(value: Json) -> Json:
+    """Return a copy for JSON: NaN and infinities, which JSON lacks, become null; a complex number becomes a pair."""
     if isinstance(value, dict):
         return {key: as_json(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -76,8 +89,8 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value by its dotted name; a list is one value, and so is an empty object."""
+def flat(value: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
+    """Yield every value of nested objects by its dotted name; a list or an empty object is one value."""
     if not isinstance(value, dict) or not value:
         yield prefix, value
         return
@@ -85,40 +98,34 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-_GAP = "  "
-
-
 def width() -> int | None:
-    """Return the columns of the terminal, or None where output is not read on one."""
+    """Return the number of columns of the terminal; None if the output does not go to one."""
+    # COLUMNS asks for a width also where the output is piped.
     if sys.stdout.isatty() or os.environ.get("COLUMNS"):
         return shutil.get_terminal_size().columns
     return None
 
 
 def clipped(line: str) -> str:
-    """Return a line that does not wrap."""
+    """Return a line cut to the terminal, so that it does not wrap; whole if it goes to a pipe or file."""
     columns = width()
     return line if columns is None or len(line) <= columns else line[: columns - 1] + "…"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield aligned lines; the first row is the header, and columns that do not fit follow below the others."""
+    """Yield aligned lines; the first row is the header. Columns that do not fit follow below, as a second table."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, columns in enumerate(_folded(widths)):
+    limit = width()
+    # Every part of a wide table begins with the first column, which names the rows.
+    parts = [[0]]
+    for column in range(1, len(widths)):
+        num_used = sum(widths[shown] + len(_COLUMN_GAP) for shown in parts[-1]) + widths[column]
+        # A part has at least one column besides the first, even if that is too wide: it is clipped below.
+        if limit is not None and num_used > limit and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(column)
+    for number, columns in enumerate(parts):
         if number:
             yield ""
         for row in rows:
-            yield clipped(_GAP.join(row[column].ljust(widths[column]) for column in columns).rstrip())
-
-
-def _folded(widths: list[int]) -> Iterator[list[int]]:
-    """Yield which columns stand side by side; the first, which names the rows, is repeated."""
-    limit = width()
-    columns = [0]
-    for column in range(1, len(widths)):
-        taken = sum(widths[one] + len(_GAP) for one in columns) + widths[column]
-        if limit is not None and taken > limit and len(columns) > 1:
-            yield columns
-            columns = [0]
-        columns.append(column)
-    yield columns
+            yield clipped(_COLUMN_GAP.join(row[column].ljust(widths[column]) for column in columns).rstrip())

@@ -1,4 +1,8 @@
-"""The end of a torchrun that cannot end itself: it asks a machine that is gone, and would wait a quarter of an hour."""
+"""Watchdog that kills a torchrun which cannot end by itself, and marks that identify processes.
+
+After a machine is lost, torchrun asks the store on that machine, without a time limit of its own. It would hang for a
+quarter of an hour. The watchdog is a small process that outlives the worker that started it.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +12,59 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from pipeline.arguments import has_launcher
+from pipeline.command_lines import has_launcher
 
 SECONDS_TO_LEAVE = 15
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def may_start_again() -> bool:
-    """Return whether torchrun would start this process again."""
-    names = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
-    most, so_far = (int(os.environ.get(name, "0")) for name in names)
-    return so_far < most
+    """Return whether torchrun has restarts left for this process."""
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return num_restarts < max_restarts
 
 
 def end_launcher_later() -> None:
-    """Have torchrun killed if it is still there some seconds after this process, which must leave now."""
+    """Start a watchdog that kills torchrun if it still runs some seconds after this process has ended."""
     launcher = os.getppid()
-    line = [sys.executable, "-m", __name__, str(launcher), str(process_mark(launcher))]
-    subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+    command = [sys.executable, "-m", __name__, str(launcher), str(process_mark(launcher))]
+    # A session of its own: torchrun signals the process groups of its workers, and the watchdog must survive that.
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main(pid: int, mark: str) -> None:
-    limit = time.monotonic() + SECONDS_TO_LEAVE
+    """Wait for a launcher to end; kill it after ``SECONDS_TO_LEAVE``."""
+    deadline = time.monotonic() + SECONDS_TO_LEAVE
+    # Compared by mark in every round: once torchrun has ended, another process may get its number.
     while process_mark(pid) == mark:
-        if time.monotonic() > limit:
-            print("torchrun waits for a machine that is gone, and is killed.", file=sys.stderr)
+        if time.monotonic() > deadline:
+            print("torchrun still waits for a machine that is gone; killing it.", file=sys.stderr)
             os.kill(pid, signal.SIGKILL)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def process_mark(pid: Any) -> str | None:
-    """Return what no other process has or will have; None if it is gone."""
-    fields = _content(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+def process_mark(pid: object) -> str | None:
+    """Return a mark of a process on this machine that no later process with the same number has; None if it is gone."""
+    # The second field is the program's name, which may contain spaces and parentheses: parse what follows the last one.
+    fields = _read_or_empty(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    # A zombie has ended; only its parent has not collected it yet.
     if not fields or fields[0] == b"Z":
         return None
-    boot = _content(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
+    # Field 22 is the start time in ticks since boot; with the id of the boot it is unique.
+    boot = _read_or_empty(Path("/proc/sys/kernel/random/boot_id")).decode().strip()
     return f"{boot} {fields[19].decode()}"
 
 
 def launcher_mark() -> str | None:
-    """Return what identifies this process's torchrun; None without one."""
+    """Return what identifies the torchrun of this process; None without one."""
     mark = process_mark(os.getppid()) if has_launcher() else None
+    # With the pid: two torchruns may have started in the same tick.
     return mark and f"{mark} {os.getppid()}"
 
 
-def _content(path: Path) -> bytes:
+def _read_or_empty(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:

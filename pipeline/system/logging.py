@@ -1,4 +1,4 @@
-"""Where messages go: rank zero speaks to the terminal and the log file, other ranks only of trouble."""
+"""Destinations of log messages: terminal and log file for rank 0; the other ranks only log warnings and errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LOGGER = logging.getLogger("pipeline")
 
 
 def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None = None) -> None:
-    """Send messages to the terminal: to its standard output, unless that is for something else."""
-    # A closed terminal or a full disk under the logs must never stop the training.
+    """Send messages to the terminal: to standard output, or to ``stream`` if a verb prints its result there."""
+    # With this off, logging ignores errors of its handlers: a closed terminal or a full disk must not stop a training.
     logging.raiseExceptions = False
     LOGGER.setLevel(logging.INFO if is_rank_zero else logging.WARNING)
     LOGGER.propagate = False
@@ -25,11 +25,11 @@ def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None 
 
 
 def start_file(experiment: str, path: Path) -> None:
-    """Append messages to the experiment's log file as well, if it can be written."""
+    """Also append messages to the experiment's log file; if it cannot be written, log a warning and continue."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_fifo():
-            # Opening it would wait for a reader.
+            # Opening a pipe would wait for a reader.
             raise OSError(errno.EINVAL, "Is a pipe", str(path))
         _add(logging.FileHandler(path, encoding="utf-8"), experiment)
     except OSError as error:
@@ -37,27 +37,30 @@ def start_file(experiment: str, path: Path) -> None:
 
 
 def stop_logging() -> None:
+    # A copy of the list, because removeHandler changes it.
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
-        # What a full disk did not take is still buffered, and closing tries to write it once more.
+        # Closing flushes what a full disk did not take before, and fails again.
         with contextlib.suppress(OSError):
             handler.close()
 
 
 def log_file_only(message: str) -> None:
-    """Write to the log file what the terminal should not be filled with."""
+    """Write a long message, such as a traceback, to the log file and not to the terminal."""
     for handler in LOGGER.handlers:
+        # Directly to the handler: the logger would send it to all of them.
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, message, (), None))
 
 
 class _AboveBars(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines above a progress bar instead of through it."""
+    """Writes lines above a tqdm progress bar; a plain handler would write into the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=self.stream)
             self.flush()
+        # Python raises ValueError for a stream that is closed.
         except (OSError, ValueError):
             self.handleError(record)
 

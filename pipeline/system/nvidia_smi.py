@@ -1,4 +1,7 @@
-"""The GPUs of this machine, as nvidia-smi lists them; torch would take seconds and memory to say less."""
+"""The GPUs of this machine as listed by nvidia-smi.
+
+torch is not asked: it takes seconds to import, takes memory on the device, and reports less.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,23 @@ from pathlib import Path
 
 from pipeline.errors import UsageError
 
-_QUESTION = (
+_QUERY = (
     "nvidia-smi",
     "--query-gpu=index,name,utilization.gpu,memory.used,memory.total",
     "--format=csv,noheader,nounits",
 )
+# A status table does not wait long for a driver that hangs.
 _SECONDS_TO_SHOW = 3.0
-# Without persistence mode, nvidia-smi takes many seconds on a node with many GPUs.
+# Longer for a launch, which depends on the number. Without persistence mode, nvidia-smi takes many seconds on a node
+# with many GPUs.
 SECONDS_TO_COUNT = 30.0
-# Where the drivers of other makers' accelerators are found.
+# Device files of AMD's and Intel's drivers, for which there is no nvidia-smi.
 _OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/dri"))
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; memory in MiB, load in per cent, None where the driver does not say."""
+    """One GPU: memory in MiB, load in per cent, None where the driver reports nothing."""
 
     index: int
     name: str
@@ -41,32 +46,32 @@ def _gb(mebibytes: int | None) -> str:
 
 
 def look_at_gpus(seconds: float = _SECONDS_TO_SHOW) -> tuple[list[Gpu], str]:
-    """Return the GPUs, and what is wrong if the driver's tool is there but fails."""
+    """Return the GPUs, and a description of the problem if nvidia-smi exists but fails."""
     try:
-        done = subprocess.run(_QUESTION, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
+        # No NVIDIA driver: no GPUs, and no problem.
         return [], ""
     except subprocess.TimeoutExpired:
         return [], f"nvidia-smi did not answer within {seconds:g} seconds"
     except OSError as error:
         return [], f"nvidia-smi cannot be run: {error.strerror}"
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        return [], f"nvidia-smi failed: {said[0] if said else f'exit code {done.returncode}'}"
-    found = [_parsed(line) for line in done.stdout.splitlines()]
-    return [gpu for gpu in found if gpu is not None], ""
-
-
-def _parsed(line: str) -> Gpu | None:
-    fields = [field.strip() for field in line.split(",")]
-    if len(fields) != 5 or not fields[0].isdigit():
-        return None
-    numbers = [int(field) if field.isdigit() else None for field in fields[2:]]
-    return Gpu(int(fields[0]), fields[1], *numbers)
+        output = (done.stdout + done.stderr).strip().splitlines()
+        return [], f"nvidia-smi failed: {output[0] if output else f'exit code {done.returncode}'}"
+    gpus = []
+    for line in done.stdout.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        # Lines of any other form are not GPUs.
+        if len(fields) == 5 and fields[0].isdigit():
+            # Some GPUs do not report load or memory: the field is then "[N/A]".
+            numbers = [int(field) if field.isdigit() else None for field in fields[2:]]
+            gpus.append(Gpu(int(fields[0]), fields[1], *numbers))
+    return gpus, ""
 
 
 def parse_devices(text: str) -> list[int]:
-    """Return the GPUs that ``0-3,6`` names; each once."""
+    """Return the indices of the GPUs in a list such as ``0-3,6``; refuse duplicates."""
     devices: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -79,21 +84,23 @@ def parse_devices(text: str) -> list[int]:
 
 
 def num_visible() -> int:
-    """Return how many accelerators a process started now would see; refuse to guess."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Return how many accelerators a process that is started now would see; raise if this cannot be known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     num_allowed = None
-    if allowed is not None:
-        num_allowed = sum(bool(device.strip()) and device.strip() != "-1" for device in allowed.split(","))
+    if visible is not None:
+        # Empty and -1 both mean that no GPU is visible.
+        num_allowed = sum(bool(device.strip()) and device.strip() != "-1" for device in visible.split(","))
     if num_allowed == 0:
         return 0
     gpus, problem = look_at_gpus(SECONDS_TO_COUNT)
     if problem:
+        # Not taken for none: one process on a machine of eight GPUs would waste a night.
         raise UsageError(
             f"The number of GPUs of this machine must be known, but {problem}.",
             "give the number of processes with --nproc N, or train on the CPU with --device cpu",
         )
     if not gpus and any(path.exists() for path in _OTHER_DRIVERS):
-        # Only here: torch takes seconds to import.
+        # Imported only here, because it takes seconds.
         import torch
 
         return torch.accelerator.device_count()

@@ -1,7 +1,8 @@
-"""Requests to stop: signals, a request file, and the death of the launcher."""
+"""Requests to stop: signals, a request file, and the death of the launcher; and time limits for a block of code."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -15,18 +16,26 @@ from types import FrameType
 from pipeline.system.files import read_regular
 
 SECONDS_BETWEEN_LOOKS = 1.0
-_SET_PARENT_DEATH_SIGNAL = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Asked before anything else is imported: a launcher that dies during the imports must be missed later.
+_LAUNCHER_IS_GONE = "the launcher is gone"
+# Read when this module is imported, early in a start: a launcher that dies during the imports that follow, which take
+# seconds, must be noticed as well.
 _LAUNCHER = os.getppid()
+_FIRST_PROCESS = 1
+# PR_SET_PDEATHSIG of prctl(2).
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def end_with_launcher() -> None:
-    """Turn the death of the launcher into a SIGTERM: it ends this process at once, unless stop requests are heard."""
+    """Send this process a SIGTERM when its launcher dies.
+
+    Before ``StopRequests.listen`` that ends the process at once; afterwards it is a request to stop.
+    """
 
     def watch() -> None:
-        # A launcher that died before this process could ask for its number has left it to the machine's first process.
-        while os.getppid() == _LAUNCHER and not (_LAUNCHER == 1 and not _is_python(_LAUNCHER)):
+        # The kernel gives an orphan to process 1. If that is the "launcher", the real one died before this process
+        # asked for its parent, unless the launcher is the first process of a container: only that one runs Python.
+        while os.getppid() == _LAUNCHER and (_LAUNCHER != _FIRST_PROCESS or _is_python(_FIRST_PROCESS)):
             time.sleep(SECONDS_BETWEEN_LOOKS)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -34,7 +43,6 @@ def end_with_launcher() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether a process runs Python, as a launcher that is a container's first process does."""
     try:
         return "python" in Path(f"/proc/{pid}/exe").readlink().name
     except OSError:
@@ -42,66 +50,71 @@ def _is_python(pid: int) -> bool:
 
 
 class StopRequests:
-    """Knows whether this process has been asked to finish the step, commit and leave.
+    """Whether this process was asked to finish its step, commit and exit; ``reason`` says by what.
 
-    Handlers only set a flag: the processes agree on the step at which they stop. A second SIGINT means now.
+    A signal only sets a flag, because all ranks must stop at the same step. A second SIGINT interrupts at once.
     """
 
     def __init__(self, stop_file: Path | None, *, has_launcher: bool) -> None:
         self.reason = ""
         self._stop_file = stop_file
         self._has_launcher = has_launcher
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
 
     def listen(self) -> None:
+        """From now on, treat the stop signals as requests."""
         for number in STOP_SIGNALS:
-            # Under nohup, the process must outlive the terminal.
+            # nohup has SIGHUP ignored, so that the process outlives its terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT":
             raise KeyboardInterrupt
-        self.reason = self._orphaned() or signal.Signals(number).name
+        # ``end_with_launcher`` sends SIGTERM when the launcher dies: name the cause, not the signal.
+        self.reason = _LAUNCHER_IS_GONE if self._is_orphan() else signal.Signals(number).name
 
-    def _orphaned(self) -> str:
-        return "the launcher is gone" if self._has_launcher and os.getppid() != _LAUNCHER else ""
+    def _is_orphan(self) -> bool:
+        # Without a launcher the parent may end: a run in the background survives the shell that started it.
+        return self._has_launcher and os.getppid() != _LAUNCHER
 
     def asked(self, *, epoch_ends: bool = False) -> bool:
-        """Return whether to stop; looks at the disk at most once a second."""
+        """Return whether to stop; reads the stop file at most once a second, and when an epoch ends."""
         now = time.monotonic()
-        if not self.reason and (epoch_ends or now - self._looked >= SECONDS_BETWEEN_LOOKS):
-            self._looked = now
-            self.reason = self._look(epoch_ends)
+        if self.reason or not (epoch_ends or now - self._last_look >= SECONDS_BETWEEN_LOOKS):
+            return bool(self.reason)
+        self._last_look = now
+        if self._is_orphan():
+            self.reason = _LAUNCHER_IS_GONE
+        elif self._stop_file is not None:
+            # Usually there is no such file. It may also be a folder or a pipe that someone has put there.
+            with contextlib.suppress(OSError):
+                content = read_regular(self._stop_file).strip()
+                # Any other content means "after this step", as an empty file does.
+                if epoch_ends or content != b"epoch":
+                    self.reason = "stop request"
         return bool(self.reason)
-
-    def _look(self, epoch_ends: bool) -> str:
-        if self._orphaned() or self._stop_file is None:
-            return self._orphaned()
-        try:
-            wanted = read_regular(self._stop_file).strip()
-        except OSError:
-            return ""
-        return "stop request" if epoch_ends or wanted != b"epoch" else ""
 
 
 def die_with_parent() -> None:
-    """For loader workers: let the kernel end this process with its parent, whatever it is waiting for then."""
+    """For loader workers: let the kernel kill this process when its parent ends."""
     parent = multiprocessing.parent_process()
+    # Not a thread that watches the parent: the kernel also ends a worker that hangs in C code.
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    # A parent that was gone before the kernel knew sends nothing any more.
+    # If the parent ended before the call above, the kernel sends nothing.
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)
 
 
 def ignore_stop_signals() -> None:
-    """For loader workers: the training process decides when they end."""
+    """For loader workers: leave stop signals to the training process."""
+    # Ctrl+C reaches all processes of a terminal, and the step in progress still needs its batches.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class TimeLimit:
-    """Raise ``error()`` in the main thread if the block takes longer than ``seconds``."""
+    """Raise ``error()`` in the main thread if the block takes longer than ``seconds``; not to be nested."""
 
     def __init__(self, seconds: float, error: Callable[[], Exception]) -> None:
         self._seconds = seconds
@@ -112,6 +125,7 @@ class TimeLimit:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def __exit__(self, *exception: object) -> None:
+        # The timer first: it must not fire into the previous handler.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._previous)
 

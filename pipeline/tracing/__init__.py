@@ -1,1 +1,1 @@
-"""Past steps, run again and looked at: what replay and verify-resume need beyond their arguments."""
+"""Past steps, run again, recorded and compared: what replay and verify-resume need beyond their arguments."""

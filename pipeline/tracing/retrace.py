@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from logging import Logger
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
 import torch
 from torch import nn
@@ -25,65 +26,116 @@ from pipeline.arguments import parse_arguments
 from pipeline.paths import ExperimentPaths, results_names
 from pipeline.serialization.fingerprint import fingerprint
 from pipeline.session import TrainingSession
-from pipeline.training.engines.base import StepOutcome
-from pipeline.training.step_observer import StepObserver
+from pipeline.training.step import StepObserver, StepOutcome
 from pipeline.training.step_plan import BatchRef
 from pipeline.worker import exit_now, run_worker
 
+# Epoch and step, both counted from 1.
 Step = tuple[int, int]
-_DEEPEST = 3
-_FOREIGN = (nn.Module, Optimizer, Logger, type)
+# A step as it is asked for: its number in the whole experiment, or its epoch and its number there.
+AskedStep = int | Sequence[int]
+_MAX_DEPTH = 3
+_MAX_SHOWN_CHARACTERS = 40
+# Objects that are not part of a component's own state, or whose state is compared elsewhere.
+_NOT_ENTERED = (nn.Module, Optimizer, Logger, type)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an observed run records and when it ends; handed to its processes as a JSON file."""
+
+    name: str
+    # The run stops after this step, or is killed before that one.
+    last: AskedStep | None = None
+    kill_before: AskedStep | None = None
+    # Steps before which the state of the author's components is recorded, besides the first one of a life.
+    look_at: Sequence[AskedStep] = ()
+    # The only step that is recorded, then with its batches and losses per item.
+    detail: AskedStep | None = None
+
+    def folder(self, scratch: ExperimentPaths) -> Path:
+        return scratch.home / self.name
+
+
+class Event(TypedDict, total=False):
+    """One line that a rank has recorded; which keys are there depends on the kind."""
+
+    kind: str
+    epoch: int
+    step: int
+    rank: int
+    # Of a batch and of its losses: its position in the step.
+    position: int
+    # Of a batch.
+    dataset: str
+    points: list[int]
+    digest: str
+    # Of losses, by register.
+    means: dict[str, float]
+    digests: dict[str, str]
+    # Of components, by file and attribute.
+    states: dict[str, str]
+    # Of a step that has ended.
+    skipped: bool
+    norms: dict[str, float]
+    rates: dict[str, dict[str, float]]
+    loss_weights: dict[str, float]
+    modules: dict[str, str]
+    optimizers: dict[str, str]
 
 
 class Recorder(StepObserver):
     """Writes down, as JSON lines, what a rank sees; may end the run after a step, or kill it before one."""
 
-    def __init__(self, session: TrainingSession, file: TextIO, plan: dict[str, Any]) -> None:
-        self._m = session
+    def __init__(self, session: TrainingSession, file: TextIO, plan: Plan, folder: Path) -> None:
+        self._session = session
         self._file = file
-        self._last = self._place(plan["last"])
-        self._kill_before = self._place(plan["kill_before"])
-        self._looked_at = {self._place(step) for step in plan["look_at"]}
-        self._detailed = self._place(plan["detail"])
-        self._folder = Path(plan["folder"])
-        self._is_first = self._is_seen = True
+        self._folder = folder
+        self._last = self._resolve(plan.last)
+        self._kill_before = self._resolve(plan.kill_before)
+        self._looked_at = {self._resolve(step) for step in plan.look_at}
+        self._detailed = self._resolve(plan.detail)
+        self._is_first = True
+        self._is_recorded = True
         self._at: Step = (0, 0)
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[str, dict[str, object]] = {}
 
-    def _place(self, step: Any) -> Step | None:
+    def _resolve(self, asked: AskedStep | None) -> Step | None:
         """Return epoch and step of a step that may be given by its number in the whole experiment."""
-        if isinstance(step, int):
-            epoch, index = divmod(step - 1, len(self._m.training.plan))
+        if isinstance(asked, int):
+            epoch, index = divmod(asked - 1, len(self._session.training.plan))
             return epoch + 1, index + 1
-        return (step[0], step[1]) if step else None
+        return (asked[0], asked[1]) if asked else None
 
     def step_begins(self, epoch: int, step: int) -> None:
         self._at = (epoch, step)
-        # Where one step alone is wanted, the way to it should take no longer than it must.
-        self._is_seen = self._detailed is None or self._at == self._detailed
-        if self._is_seen and (self._is_first or self._at in self._looked_at):
-            self._write("components", states=dict(component_states(self._m)))
+        # Fingerprints take time: where one step alone is wanted, the steps before it are not recorded.
+        self._is_recorded = self._detailed is None or self._at == self._detailed
+        if self._is_recorded and (self._is_first or self._at in self._looked_at):
+            self._write("components", states=dict(component_states(self._session)))
         self._is_first = False
         if self._at == self._kill_before:
-            self._m.commits.wait()
+            # The commit of the step before must be complete, so that it is known from where the next life continues.
+            self._session.commits.wait()
             self._file.flush()
-            if self._m.processes.is_rank_zero:
+            # One rank is enough: torchrun, or the loss of a peer, ends the others.
+            if self._session.processes.is_rank_zero:
                 os.kill(os.getpid(), signal.SIGKILL)
         if self._last is not None and self._at >= self._last:
-            self._m.stop_requests.reason = "the last step to retrace"
+            self._session.stop_requests.reason = "the last step to retrace"
 
     def batch_is_loaded(self, position: int, ref: BatchRef, batch: Any) -> None:
-        if not self._is_seen:
+        if not self._is_recorded:
             return
-        planned = self._m.runners[0].points(self._at[0]).batch(ref)
-        facts = {"dataset": ref.shape.dataset, "points": list(planned.indices), "rank": self._m.processes.rank}
+        planned = self._session.runners[0].points(self._at[0]).batch(ref)
+        facts = {"dataset": ref.shape.dataset, "points": list(planned.indices), "rank": self._session.processes.rank}
         self._write("batch", position=position, digest=fingerprint(batch), **facts)
         if self._at == self._detailed:
             # The module transform may edit the batch in place.
-            self._kept[str(position)] = {**facts, "batch": _copied(batch)}
+            self._kept[str(position)] = {**facts, "batch": _copy_to_cpu(batch)}
 
     def losses_are_known(self, position: int, losses: dict[str, torch.Tensor]) -> None:
-        if not self._is_seen:
+        if not self._is_recorded:
             return
         means = {name: float(loss.detach().double().mean()) for name, loss in losses.items()}
         digests = {name: fingerprint(loss) for name, loss in losses.items()}
@@ -92,63 +144,69 @@ class Recorder(StepObserver):
             self._kept[str(position)]["losses"] = {name: loss.detach().cpu() for name, loss in losses.items()}
 
     def step_ends(self, outcome: StepOutcome) -> None:
-        if not self._is_seen:
+        if not self._is_recorded:
             return
-        experiment = self._m.experiment
+        experiment = self._session.experiment
         weighter = experiment.components.loss_weighter
+        modules = experiment.components.all_modules.items()
+        optimizers = experiment.optimizers.items()
         self._write(
             "step",
             skipped=outcome.skipped,
             norms=outcome.norms,
             rates=experiment.learning_rates(),
             loss_weights={name: float(weighter.get_loss_weight(name)) for name in experiment.settings.register_names},
-            modules={name: fingerprint(one.state_dict()) for name, one in experiment.components.all_modules.items()},
-            optimizers={name: fingerprint(one.state_dict()) for name, one in experiment.optimizers.items()},
+            modules={name: fingerprint(module.state_dict()) for name, module in modules},
+            optimizers={name: fingerprint(optimizer.state_dict()) for name, optimizer in optimizers},
         )
         if self._at == self._detailed:
-            torch.save(self._kept, self._folder / f"batches_{self._m.processes.rank}.pt")
+            torch.save(self._kept, self._folder / f"batches_{self._session.processes.rank}.pt")
+        # After every step, because a killed process writes nothing at its end.
         self._file.flush()
 
-    def _write(self, kind: str, **facts: Any) -> None:
+    def _write(self, kind: str, **facts: object) -> None:
         epoch, step = self._at
-        ref = {"epoch": epoch, "step": step, "rank": self._m.processes.rank}
-        self._file.write(json.dumps({"kind": kind, **ref, **facts}) + "\n")
+        where = {"epoch": epoch, "step": step, "rank": self._session.processes.rank}
+        self._file.write(json.dumps({"kind": kind, **where, **facts}) + "\n")
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_cpu(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {key: _copied(child) for key, child in value.items()}
-    return [_copied(child) for child in value] if isinstance(value, (list, tuple)) else value
+        return {key: _copy_to_cpu(child) for key, child in value.items()}
+    return [_copy_to_cpu(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
 def component_states(session: TrainingSession) -> Iterator[tuple[str, str]]:
     """Yield every attribute that an author's own component holds, by the name of its file."""
     components = session.experiment.components
-    owners: dict[str, Any] = {f"datasets/{name}.py": one for name, one in components.datasets.items()}
-    owners |= {f"data_transforms/{name}.py": one.train for name, one in components.data_transforms.items()}
-    owners |= {f"module_transforms/{name}.py": one for name, one in session.module_transforms.items()}
-    owners |= {f"data_counters/{name}.py": one.counter for name, one in components.data_counters.items()}
-    owners |= {f"optim_sched/{name}.py": one for name, one in session.experiment.schedulers.items()}
+    transforms = components.data_transforms.items()
+    owners: dict[str, object] = {f"datasets/{name}.py": dataset for name, dataset in components.datasets.items()}
+    owners |= {f"data_transforms/{name}.py": transform.train for name, transform in transforms}
+    owners |= {
+        f"module_transforms/{name}.py": transform for name, transform in session.experiment.module_transforms.items()
+    }
+    owners |= {f"data_counters/{name}.py": entry.counter for name, entry in components.data_counters.items()}
+    owners |= {f"optim_sched/{name}.py": scheduler for name, scheduler in session.experiment.schedulers.items()}
     for name in ("loss_weighter", "early_stopper", "checkpoint_saver"):
         owners[f"{name}.py"] = getattr(components, name)
-    authored = {file: one for file, one in owners.items() if not type(one).__module__.startswith("pipeline.")}
-    for file, owner in authored.items():
-        yield from ((f"{file}: {path}", shown) for path, shown in _attributes(owner, type(owner).__name__, 0))
+    for file, owner in owners.items():
+        # Our own ready components save all they hold.
+        if not type(owner).__module__.startswith("pipeline."):
+            yield from ((f"{file}: {path}", shown) for path, shown in _attributes(owner, type(owner).__name__, 0))
     for name, module in components.all_modules.items():
-        for path, shown in _module_attributes(module):
-            yield f"modules/{name}.py: {path}", shown
-    yield from _globals()
+        yield from ((f"modules/{name}.py: {path}", shown) for path, shown in _module_attributes(module))
+    yield from _global_variables()
 
 
-def _attributes(owner: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+def _attributes(owner: object, path: str, depth: int) -> Iterator[tuple[str, str]]:
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         where = f"{path}.{name}"
         is_plain = not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, torch.Generator))
         if is_plain:
-            yield where, _shown(value)
-        elif depth < _DEEPEST and not isinstance(value, _FOREIGN) and not callable(value):
+            yield where, _describe(value)
+        elif depth < _MAX_DEPTH and not isinstance(value, _NOT_ENTERED) and not callable(value):
             yield from _attributes(value, where, depth + 1)
 
 
@@ -157,27 +215,28 @@ def _module_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
     for path, layer in module.named_modules():
         for name, value in sorted(vars(layer).items()):
             if not name.startswith("_") and name != "training" and not hasattr(value, "__dict__"):
-                yield f"{path or type(layer).__name__}.{name}", _shown(value)
+                yield f"{path or type(layer).__name__}.{name}", _describe(value)
 
 
-def _globals() -> Iterator[tuple[str, str]]:
+def _global_variables() -> Iterator[tuple[str, str]]:
     """Yield the variables of the pymodules themselves that can have a history."""
+    kinds = (int, float, str, list, dict, set, tuple, itertools.count)
     for name, module in sorted(sys.modules.items()):
-        if name.startswith("_experiment_pymodules_"):
-            file = "/".join(name.split(".")[1:]) + ".py"
-            for variable, value in sorted(vars(module).items()):
-                if not variable.startswith("__") and _has_history(value):
-                    yield f"{file}: {variable}", _shown(value)
+        if not name.startswith("_experiment_pymodules_"):
+            continue
+        file = "/".join(name.split(".")[1:]) + ".py"
+        for variable, value in sorted(vars(module).items()):
+            # Generators of random numbers are recognised by name: python's, numpy's and torch's have no common class.
+            kind = type(value).__name__
+            has_history = isinstance(value, kinds) or "andom" in kind or kind == "Generator"
+            if not variable.startswith("__") and has_history:
+                yield f"{file}: {variable}", _describe(value)
 
 
-def _has_history(value: Any) -> bool:
-    plain = (int, float, str, list, dict, set, tuple, itertools.count)
-    return isinstance(value, plain) or "andom" in type(value).__name__ or type(value).__name__ == "Generator"
-
-
-def _shown(value: Any) -> str:
+def _describe(value: object) -> str:
     """Return something to compare and to show: a short value itself, else its type and fingerprint."""
-    if isinstance(value, (bool, int, float, str, type(None), itertools.count)) and len(repr(value)) < 40:
+    plain = (bool, int, float, str, type(None), itertools.count)
+    if isinstance(value, plain) and len(repr(value)) < _MAX_SHOWN_CHARACTERS:
         return repr(value)
     return f"{type(value).__name__} {fingerprint(value)[:8]}"
 
@@ -192,6 +251,7 @@ def scratch_home(paths: ExperimentPaths, settings: Path, parent: str | None) -> 
         if paths.module_ckps.is_dir():
             scratch.module_ckps.symlink_to(paths.module_ckps)
         for other in results_names(paths.home):
+            # The results of the experiment itself are not linked: the copy writes its own there.
             if other != paths.name:
                 link = scratch.other(other).results
                 link.parent.mkdir(parents=True, exist_ok=True)
@@ -203,46 +263,53 @@ def retrace(
     scratch: ExperimentPaths,
     nproc: int,
     words: list[str],
-    plan: dict[str, Any],
+    plan: Plan,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run an experiment in its scratch folder under observation, with variables added to the environment."""
-    folder = scratch.home / plan["name"]
+    folder = plan.folder(scratch)
     folder.mkdir(exist_ok=True)
-    plan = {"kill_before": None, "look_at": [], "detail": None, **plan, "folder": str(folder)}
-    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}"] if nproc > 1 else []
     module = ["-m", "pipeline.tracing.retrace", str(folder / "plan.json")]
     where = [scratch.name, "--data-home", str(scratch.home)]
-    search = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    # This very pipeline, also from a checkout that is not installed.
+    search_path = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [sys.executable, *launcher, *module, *where, *words],
-        env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(search)},
+        env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(search_path)},
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def read_trace(scratch: ExperimentPaths, name: str) -> list[dict[str, Any]]:
+def read_trace(scratch: ExperimentPaths, name: str) -> list[Event]:
     """Return all that the ranks of a retraced run have written, in the order of steps and batches."""
-    files = sorted((scratch.home / name).glob("rank_*.jsonl"))
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    return sorted(map(json.loads, lines), key=lambda one: (one["epoch"], one["step"], one.get("position", -1)))
+    events: list[Event] = []
+    for file in sorted((scratch.home / name).glob("rank_*.jsonl")):
+        events += map(json.loads, file.read_text().splitlines())
+    events.sort(key=_order)
+    return events
+
+
+def _order(event: Event) -> tuple[int, int, int]:
+    return event["epoch"], event["step"], event.get("position", -1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
     known, words = parser.parse_known_args()
-    plan = json.loads(known.plan.read_text())
+    folder = known.plan.parent
+    plan = Plan(**json.loads(known.plan.read_text()))
     rank = os.environ.get("RANK", "0")
-    with (Path(plan["folder"]) / f"rank_{rank}.jsonl").open("w") as file:
+    with (folder / f"rank_{rank}.jsonl").open("w") as file:
 
-        def watch(session: TrainingSession) -> None:
-            session.training.observer = Recorder(session, file, plan)
+        def observe(session: TrainingSession) -> None:
+            session.training.observer = Recorder(session, file, plan, folder)
 
-        return run_worker(parse_arguments(words), watch)
+        return run_worker(parse_arguments(words), observe)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What people watch: blocks of text, log lines, progress bars, TensorBoard."""
+"""What people watch: start and end of the log, log lines, progress bars, images, trackers."""

@@ -9,18 +9,19 @@ import tempfile
 import time
 import uuid
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.experiment.settings.settings import MlflowSettings
+from pipeline.experiment.settings.settings import LoggingSettings, MlflowSettings
 from pipeline.system.formatting import flat
 
 RUN_TAG = "training_pipeline.run_id"
 DATABASE = "mlflow.db"
+# MLflow's limits of one request, and of the length of a value in older servers.
 _MAX_METRICS = 1000
 _MAX_PARAMETERS = 100
-_LONGEST_PARAMETER = 500
+_MAX_CHARACTERS = 500
 # MLflow would wait long for a server that does not answer, and training with it; and it reports its own use elsewhere.
 _VARIABLES = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -32,6 +33,10 @@ _VARIABLES = {
 class Mlflow(BaseTracker):
     """Logs what the run, which it finds again by a tag, does not have yet."""
 
+    @classmethod
+    def from_settings(cls, logging: LoggingSettings) -> Mlflow | None:
+        return cls(logging.mlflow) if logging.mlflow.enabled else None
+
     def __init__(self, settings: MlflowSettings) -> None:
         self._settings = settings
         self._last: dict[str, int] = {}
@@ -42,15 +47,18 @@ class Mlflow(BaseTracker):
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._client: Any = MlflowClient(self._settings.tracking_uri or _database(run.folder))
-        self._run_id = self._found(run)
+        self._client = MlflowClient(self._settings.tracking_uri or local_database(run.folder))
+        self._run_id = self._find_or_create_run(run)
+        # Asked of MLflow, not remembered: at a kill, only MLflow knows which points have arrived.
         for tag in self._client.get_run(self._run_id).data.metrics:
             self._last[tag] = max(metric.step for metric in self._client.get_metric_history(self._run_id, tag))
         self._client.update_run(self._run_id, status="RUNNING")
         return max(self._last.values(), default=0)
 
-    def _found(self, run: TrackedRun) -> str:
+    def _find_or_create_run(self, run: TrackedRun) -> str:
         """Return MLflow's id of the run; it is created if this is the first start."""
+        from mlflow.entities import Param
+
         experiment = self._client.get_experiment_by_name(run.experiment)
         is_local = self._settings.tracking_uri is None
         place = (run.folder / "artifacts").as_uri() if is_local else None
@@ -59,23 +67,19 @@ class Mlflow(BaseTracker):
         if known:
             return str(known[0].info.run_id)
         created = self._client.create_run(number, tags={RUN_TAG: run.run_id}, run_name=run.experiment)
-        self._log_settings(str(created.info.run_id), run.settings)
+        settings = islice(flat(run.settings), _MAX_PARAMETERS)
+        parameters = [Param(_clean_name(key), str(value)[:_MAX_CHARACTERS]) for key, value in settings]
+        self._client.log_batch(created.info.run_id, params=parameters)
         return str(created.info.run_id)
-
-    def _log_settings(self, run_id: str, settings: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        found = islice(flat(settings), _MAX_PARAMETERS)
-        self._client.log_batch(
-            run_id, params=[Param(_name(key), str(value)[:_LONGEST_PARAMETER]) for key, value in found]
-        )
 
     def publish(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
-        new = [point for point in points if point.step > self._last.get(_name(point.tag), -1)]
+        new = [point for point in points if point.step > self._last.get(_clean_name(point.tag), -1)]
         now = int(1000 * time.time())
-        metrics = [Metric(_name(tag), value, now, step) for tag, step, value in sorted(new, key=lambda one: one.step)]
+        # In the order of steps: if only some batches arrive before a kill, what is missing is the end of every series.
+        new.sort(key=attrgetter("step"))
+        metrics = [Metric(_clean_name(tag), value, now, step) for tag, step, value in new]
         for first in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + _MAX_METRICS])
 
@@ -85,16 +89,17 @@ class Mlflow(BaseTracker):
             for image in images:
                 file = Path(folder) / f"step_{image.step}.png"
                 file.write_bytes(image.png)
-                self._client.log_artifact(self._run_id, str(file), _name(image.tag))
+                self._client.log_artifact(self._run_id, str(file), _clean_name(image.tag))
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
 
-def _database(folder: Path) -> str:
-    """Return the address of the database below the logs; it appears as a whole, because one half made is of no use."""
+def local_database(folder: Path) -> str:
+    """Return the address of the database below the logs, which is created if it is missing."""
     from mlflow import MlflowClient
 
+    # Created under another name and renamed, because MLflow refuses a database whose tables are half made.
     if not (folder / DATABASE).exists():
         for leftover in folder.glob("*.new"):
             leftover.unlink()
@@ -104,6 +109,6 @@ def _database(folder: Path) -> str:
     return f"sqlite:///{folder / DATABASE}"
 
 
-def _name(tag: str) -> str:
-    """Return a tag in the letters that MLflow allows."""
+def _clean_name(tag: str) -> str:
+    """Return a tag with "_" for each character that MLflow does not allow."""
     return re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)

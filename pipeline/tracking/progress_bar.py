@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -19,14 +20,19 @@ class ProgressBar:
         self._every = max(1, total // updates)
         self._total = total
         self._done = done
-        self._bar: Any = None
+        self._bar: tqdm[NoReturn] | None = None
         if enabled and sys.stderr.isatty():
-            self._do(lambda _: self._open(title))
-
-    def _open(self, title: str) -> None:
-        # How often it is drawn is decided here, not by tqdm.
-        own_pace: Any = {"miniters": 1, "mininterval": 0}
-        self._bar = tqdm(total=self._total, initial=self._done, desc=title, leave=False, dynamic_ncols=True, **own_pace)
+            with self._survive_terminal():
+                # How often it is drawn is decided here, so tqdm's own limits are switched off.
+                self._bar = tqdm(
+                    total=total,
+                    initial=done,
+                    desc=title,
+                    leave=False,
+                    dynamic_ncols=True,
+                    miniters=1,
+                    mininterval=0,
+                )
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -35,27 +41,30 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._do(lambda bar: bar.close())
+            with self._survive_terminal():
+                self._bar.close()
 
     def advance(self, text: str = "") -> None:
         """Count one more round; the bar is drawn a limited number of times per loop."""
         self._done += 1
         if self._bar is not None and (self._done % self._every == 0 or self._done == self._total):
-            self._do(lambda bar: (bar.set_postfix_str(text, refresh=False), bar.update(self._done - bar.n)))
+            with self._survive_terminal():
+                self._bar.set_postfix_str(text, refresh=False)
+                self._bar.update(self._done - self._bar.n)
 
-    def _do(self, action: Any) -> None:
+    @contextlib.contextmanager
+    def _survive_terminal(self) -> Iterator[None]:
+        """Draw; if the terminal is gone, continue without a bar."""
         try:
-            action(self._bar)
+            yield
         except (OSError, ValueError) as error:
-            _release_lock()
+            # tqdm still holds its lock if it could not draw, and other threads write their lines under the same lock.
+            # It can be held several times over, so it is released until it refuses.
+            with contextlib.suppress(RuntimeError, AssertionError):
+                while True:
+                    tqdm.get_lock().release()  # type: ignore[no-untyped-call]
             if self._bar is not None:
+                # Otherwise tqdm would try to draw once more when the bar is deleted.
                 self._bar.disable = True
             self._bar = None
             LOGGER.warning("The progress bar is gone: %s. Training continues.", error)
-
-
-def _release_lock() -> None:
-    """Give back what tqdm keeps when it could not draw: other threads write their lines under the same lock."""
-    with contextlib.suppress(RuntimeError, AssertionError):
-        while True:
-            tqdm.get_lock().release()  # type: ignore[no-untyped-call]

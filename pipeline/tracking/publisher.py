@@ -1,17 +1,45 @@
-"""Publishing: trackers are mirrors that are fed with committed values only."""
+"""Publishing: trackers are mirrors of the results and get committed values only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from pipeline.checkpoint.records import Records
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
 from pipeline.paths import ExperimentPaths
 from pipeline.system.logging import LOGGER
-from pipeline.tracking.images import ImageFolder
+
+
+class ImageFolder:
+    """One PNG file for each picture of each evaluation, below the logs.
+
+    They are written before the commit of their evaluation, so that trackers find them again after a kill; readers ask
+    for committed epochs only. An evaluation that is done again overwrites its pictures.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, epoch: int, pictures: Mapping[str, bytes]) -> None:
+        """Keep pictures by dataset and name; each file is there as a whole or not at all."""
+        for name, png in pictures.items():
+            dataset, _, title = name.partition("/")
+            # An author's title may hold any character, also "/"; quoted, it is one folder.
+            target = self._folder / dataset / quote(title, safe="") / f"epoch_{epoch}.png"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staging = target.with_suffix(".tmp")
+            staging.write_bytes(png)
+            staging.replace(target)
+
+    def read(self, epoch: int) -> dict[str, bytes]:
+        """Return the pictures of an epoch by dataset and name."""
+        files = sorted(self._folder.glob(f"*/*/epoch_{epoch}.png"))
+        return {f"{file.parts[-3]}/{unquote(file.parts[-2])}": file.read_bytes() for file in files}
 
 
 class Batch(NamedTuple):
@@ -49,12 +77,14 @@ class Publisher:
 
     def _introduce(self, tracker: BaseTracker, run: TrackedRun, epoch: int) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        lost = tracker.begin(run)
-        if lost is not None:
-            first = -(-lost // self._num_steps)
-            for earlier in range(max(0, first), epoch):
-                points = self._finished_epoch(earlier)
-                self._hand_over(tracker, Batch([point for point in points if point.step >= lost], [earlier]))
+        first_lost = tracker.begin(run)
+        if first_lost is None:
+            return
+        # Epoch n ends at step n * num_steps: the first epoch with a lost point is the one that reaches first_lost.
+        first_epoch = -(-first_lost // self._num_steps)
+        for earlier in range(max(0, first_epoch), epoch):
+            points = self._points_of_finished(earlier)
+            self._hand_over(tracker, Batch([point for point in points if point.step >= first_lost], [earlier]))
 
     def resume(self, epoch: int) -> None:
         """Send ``epoch`` again, from its first step on; everything before it counts as sent."""
@@ -77,7 +107,7 @@ class Publisher:
             return Batch([], [])
         points = [*self._step_points(self._records, epoch, self._sent_steps), *self._epoch_points(self._sent_epochs)]
         self._sent_steps = self._records.num_steps
-        evaluated = [one for one in self._epochs("val") if one > self._sent_epochs["val"]]
+        evaluated = [number for number in self._epochs("val") if number > self._sent_epochs["val"]]
         self._sent_epochs = {split: max([*self._epochs(split), sent]) for split, sent in self._sent_epochs.items()}
         return Batch(points, evaluated)
 
@@ -93,24 +123,27 @@ class Publisher:
     def _hand_over(self, tracker: BaseTracker, batch: Batch) -> None:
         if batch.points:
             tracker.publish(batch.points)
-        if images := [one for epoch in batch.evaluated for one in self._images_of(epoch)]:
-            # A tracker that merely follows the contract may know of points alone.
-            getattr(tracker, "publish_images", lambda images: None)(images)
+        images = [
+            Image(f"images/{name}", epoch * self._num_steps, png)
+            for epoch in batch.evaluated
+            for name, png in self._images.read(epoch).items()
+        ]
+        # A tracker need not inherit from BaseTracker, and one that shows points alone is enough.
+        if images and hasattr(tracker, "publish_images"):
+            tracker.publish_images(images)
 
-    def _images_of(self, epoch: int) -> Iterator[Image]:
-        for name, png in self._images.read(epoch).items():
-            yield Image(f"images/{name}", epoch * self._num_steps, png)
-
-    def _guard(self, name: str, action: Callable[[], Any]) -> None:
-        """Act, and do without a tracker that fails: it is a mirror, never a reason to stop."""
+    def _guard(self, name: str, action: Callable[[], object]) -> None:
+        """Act, and drop a tracker that fails: the results are complete without it."""
         try:
             action()
         except (Exception, SystemExit) as error:
+            # Packages for tracking may also call sys.exit, which must not end the training.
             del self._trackers[name]
             LOGGER.warning("The tracker %s failed: %s. Training continues without it.", name, error)
 
-    def _finished_epoch(self, epoch: int) -> Iterator[Point]:
+    def _points_of_finished(self, epoch: int) -> Iterator[Point]:
         """Yield all points of an epoch whose steps are in the results."""
+        # The records hold the steps of the running epoch only; those of earlier ones are read from their files.
         if epoch > 0:
             yield from self._step_points(self._records.of_epoch(self._paths.data, epoch), epoch, 0)
         for point in self._epoch_points(dict.fromkeys(self._sent_epochs, epoch - 1)):
@@ -122,6 +155,7 @@ class Publisher:
         for index in range(sent, records.num_steps):
             step = first + index
             for register, record in records.losses["train"].items():
+                # A step that had no items for a register has no value, which is not a point at zero.
                 if record.step_items[index]:
                     yield Point(f"train_steps/{register}", step, record.step_means[index])
             for optimizer, groups in records.rates.items():
@@ -135,6 +169,6 @@ class Publisher:
     def _epoch_points(self, sent: Mapping[str, int]) -> Iterator[Point]:
         for split, registers in self._records.losses.items():
             for register, record in registers.items():
-                for epoch, mean in zip(record.epochs, record.epoch_means, strict=True):
-                    if epoch > sent[split]:
-                        yield Point(f"{split}/{register}", epoch * self._num_steps, mean)
+                means = zip(record.epochs, record.epoch_means, strict=True)
+                tag = f"{split}/{register}"
+                yield from (Point(tag, epoch * self._num_steps, mean) for epoch, mean in means if epoch > sent[split])

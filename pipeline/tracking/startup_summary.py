@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import pipeline
-from pipeline.arguments import command_line, verb_line
+from pipeline.command_lines import run_line, verb_line
 from pipeline.components import Losses
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
@@ -22,15 +22,12 @@ from pipeline.progress import Progress
 from pipeline.serialization.shard_index import is_sharded
 from pipeline.system.disk import Disk
 from pipeline.system.formatting import shown_bytes, shown_duration, shown_number, shown_values
+from pipeline.tracking.factory import show_commands
 
 # Lines that begin with it are meant as warnings.
 WARNING_MARK = "WARNING: "
-# Where a tracker has left something below the logs, and how it is looked at.
-_CURVES = {
-    "tensorboard": "tensorboard --logdir {}/tensorboard",
-    "wandb/offline-run-*": "wandb sync {}/wandb/offline-run-*",
-    "mlflow/mlflow.db": "mlflow ui --backend-store-uri sqlite:///{}/mlflow/mlflow.db",
-}
+# Commits kept of weights and of two optimizer moments each, and the initial and the best pool.
+_NUM_KEPT_COPIES = 3 * 3 + 2
 
 
 def first_block(
@@ -51,11 +48,12 @@ def first_block(
     training = experiment.settings.training
     if training.uses_deterministic_kernels(processes.device.type) and not training.deterministic:
         yield "deterministic kernels: on, implied by gradient_reduction: exact on a GPU"
-    yield f"resume: {_state_claim(training, processes, threads, doubt)}"
+    yield f"resume: {_describe_exactness(training, processes, threads, doubt)}"
 
 
-def _state_claim(training: TrainingSettings, processes: Processes, threads: int, doubt: str) -> str:
+def _describe_exactness(training: TrainingSettings, processes: Processes, threads: int, doubt: str) -> str:
     """Return how a resumed run compares with an uninterrupted one; only what was checked is claimed."""
+    # First, because without deterministic kernels nothing is promised that a doubt could take back.
     if processes.device.type != "cpu" and not training.uses_deterministic_kernels(processes.device.type):
         return "equal up to rounding; set deterministic: true for bit-exact resumes on a GPU"
     if doubt:
@@ -82,13 +80,13 @@ def _part_lines(experiment: Experiment) -> Iterator[str]:
 
 
 def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]:
-    """Estimate three commits of weights with two optimizer moments each, and the initial and best pools."""
+    """Yield how much the results will need, estimated from the weights, and a warning if it may not fit."""
     trained = sum(
         parameter.numel() * parameter.element_size()
         for module in experiment.components.trained_modules.values()
         for parameter in module.parameters()
     )
-    needed = 11 * trained
+    needed = _NUM_KEPT_COPIES * trained
     free = Disk().free_bytes(paths.results)
     yield f"disk: about {shown_bytes(needed)} needed, {shown_bytes(free)} free"
     if free < needed:
@@ -103,24 +101,21 @@ def step_lines(num_steps: int, max_batches: int, experiment: Experiment, process
     """Yield how items make up steps, and what would keep every process busy."""
     wanted = experiment.settings.step_min_items
     yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {max_batches} batches"
-    yield from _lonely_points(experiment)
-    if max_batches < processes.world_size:
-        batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
-        enough = max(batch_items) * (processes.world_size - 1) + 1
-        yield (
-            f"{WARNING_MARK}a step has at most {max_batches} batches, so {processes.world_size - max_batches} of "
-            f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
-        )
-
-
-def _lonely_points(experiment: Experiment) -> Iterator[str]:
-    """Yield datasets whose last batch has a single point, which BatchNorm cannot normalise."""
+    # BatchNorm cannot normalise a batch of a single point.
     modules = experiment.components.trained_modules.values()
     if any(isinstance(layer, _BatchNorm) for module in modules for layer in module.modules()):
         for name, loading in experiment.components.dataloaders.items():
             size = len(experiment.splits[name]["train"])
             if size % loading.train.batch_size == 1:
                 yield f"{WARNING_MARK}the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
+    if max_batches < processes.world_size:
+        # So many that the largest batches of all processes but one do not make up a step yet.
+        batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
+        enough = max(batch_items) * (processes.world_size - 1) + 1
+        yield (
+            f"{WARNING_MARK}a step has at most {max_batches} batches, so {processes.world_size - max_batches} of "
+            f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
+        )
 
 
 def change_lines(changed: Sequence[str], harmless: Sequence[str], doubt: str, progress: Progress) -> Iterator[str]:
@@ -154,15 +149,15 @@ def last_block(
     if report is not None:
         yield f"report: {report}"
     yield f"log: {paths.log_file}"
-    for pattern, command in _CURVES.items():
-        if any(paths.logs.glob(pattern)):
-            yield f"curves: {command.format(paths.logs)}"
+    for command in show_commands(paths.logs):
+        yield f"curves: {command}"
 
 
 def next_line(paths: ExperimentPaths, progress: Progress) -> str:
+    """Return the command that most people want next."""
     if progress.is_finished:
         return f"next: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}    (a variant of it)"
-    return f"next: {command_line(paths.name, paths.home, '--resume')}    (continues at {progress})"
+    return f"next: {run_line(paths.name, paths.home, '--resume')}    (continues at {progress})"
 
 
 def latest_values(losses: Losses, split: str) -> dict[str, float | None]:

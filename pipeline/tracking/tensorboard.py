@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
+from pipeline.experiment.settings.settings import LoggingSettings
 from pipeline.serialization.png import size_of
 
-_COLOURS = 3
+# TensorBoard's number for RGB.
+_COLORSPACE = 3
 
 
 class TensorBoard(BaseTracker):
-    """One event file per start; what older files say from the run's first step on is forgotten."""
+    """One event file per start; readers drop what older files hold from the run's first step on."""
+
+    @classmethod
+    def from_settings(cls, logging: LoggingSettings) -> TensorBoard | None:
+        return cls() if logging.tensorboard else None
 
     def begin(self, run: TrackedRun) -> None:
         self._events = EventFile(run.folder, run.first_step)
@@ -22,15 +27,15 @@ class TensorBoard(BaseTracker):
         self._events.add([(step, {"tag": tag, "simple_value": value}) for tag, step, value in points])
 
     def publish_images(self, images: list[Image]) -> None:
-        self._events.add([(step, {"tag": tag, "image": _shown(png)}) for tag, step, png in images])
+        values: list[tuple[int, dict[str, object]]] = []
+        for tag, step, png in images:
+            width, height = size_of(png)
+            image = {"width": width, "height": height, "colorspace": _COLORSPACE, "encoded_image_string": png}
+            values.append((step, {"tag": tag, "image": image}))
+        self._events.add(values)
 
     def close(self) -> None:
         self._events.close()
-
-
-def _shown(png: bytes) -> dict[str, Any]:
-    width, height = size_of(png)
-    return {"width": width, "height": height, "colorspace": _COLOURS, "encoded_image_string": png}
 
 
 class EventFile:
@@ -40,28 +45,29 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:
+        # Imported here because TensorBoard is optional.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event: Any = Event
+        self._event = Event
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")), default=0)
         # Readers take the files of a folder in the order of their names.
         self._file = (folder / f"events.out.tfevents.{number:010d}.training_pipeline").open("xb")
         self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        start = SessionLog(status=SessionLog.START)
-        self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._write(file_version="brain.Event:2")
+        self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        # At once, so that readers drop points of older files even before the first new one is published.
         self._file.flush()
 
-    def add(self, values: list[tuple[int, dict[str, Any]]]) -> None:
-        """Add values by step; they are with the reader once this returns."""
+    def add(self, values: list[tuple[int, dict[str, object]]]) -> None:
+        """Add values by step; a reader finds them once this returns."""
         for step, value in values:
-            self._write(self._event(wall_time=time.time(), step=step, summary={"value": [value]}))
+            self._write(step=step, summary={"value": [value]})
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
+    def _write(self, **fields: object) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
-from pipeline.experiment.settings.settings import WandbSettings
+from pipeline.experiment.settings.settings import LoggingSettings, WandbSettings
 
 STEP = "step"
-_SECONDS = 60
-# The server has what was sent until shortly before a kill; that much is looked at again.
-_ROWS_LOOKED_AT = 10_000
+_TIMEOUT_SECONDS = 60
+# The server has what was sent until shortly before a kill; so many of its last rows are read to find out where it ends.
+_MAX_ROWS_READ = 10_000
 
 
 class Wandb(BaseTracker):
@@ -27,30 +27,38 @@ class Wandb(BaseTracker):
     start writes the whole run into a folder of its own, and the folders it has outgrown are removed.
     """
 
+    @classmethod
+    def from_settings(cls, logging: LoggingSettings) -> Wandb | None:
+        return cls(logging.wandb) if logging.wandb.enabled else None
+
     def __init__(self, settings: WandbSettings) -> None:
         self._settings = settings
         self._is_online = settings.mode == "online"
         self._last: dict[str, int] = {}
-        self._fullest: Path | None = None
+        self._fullest_file: Path | None = None
         self._row = 0
 
     def begin(self, run: TrackedRun) -> int | None:
         if not self._is_online:
             # Reports of W&B's own errors would go over the network.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            self._fullest = _fullest(run)
+            self._fullest_file = _keep_fullest_file(run)
+        # Only now: W&B reads the variable when it is imported.
         import wandb
 
         self._wandb: Any = wandb
-        self._run = self._opened(run)
+        self._run = self._open_run(run)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         self._row = int(self._run.starting_step)
-        if self._row:
-            self._learn(self._server_rows())
+        # A row may lack some of the values, so where the server's series ends is known for each tag on its own.
+        for row in self._read_server_rows() if self._row else ():
+            for tag, value in row.items():
+                if value is not None and not tag.startswith("_"):
+                    self._last[tag] = max(self._last.get(tag, -1), int(row[STEP]))
         return max(self._last.values(), default=0)
 
-    def _opened(self, run: TrackedRun) -> Any:
+    def _open_run(self, run: TrackedRun) -> Any:
         return self._wandb.init(
             id=run.run_id,
             name=run.experiment,
@@ -66,33 +74,28 @@ class Wandb(BaseTracker):
                 console="off",
                 disable_git=True,
                 disable_code=True,
-                init_timeout=_SECONDS,
-                login_timeout=_SECONDS,
-                finish_timeout=_SECONDS,
+                init_timeout=_TIMEOUT_SECONDS,
+                login_timeout=_TIMEOUT_SECONDS,
+                finish_timeout=_TIMEOUT_SECONDS,
             ),
         )
 
-    def _server_rows(self) -> Iterable[Mapping[str, Any]]:
-        found = self._wandb.Api(timeout=_SECONDS).run(self._run.path)
-        rows: Iterable[Mapping[str, Any]] = found.scan_history(min_step=max(0, self._row - _ROWS_LOOKED_AT))
+    def _read_server_rows(self) -> Iterable[Mapping[str, Any]]:
+        server_run = self._wandb.Api(timeout=_TIMEOUT_SECONDS).run(self._run.path)
+        rows: Iterable[Mapping[str, Any]] = server_run.scan_history(min_step=max(0, self._row - _MAX_ROWS_READ))
         return rows
 
-    def _learn(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        for row in rows:
-            for tag, value in row.items():
-                if value is not None and not tag.startswith("_"):
-                    self._last[tag] = max(self._last.get(tag, -1), int(row[STEP]))
-
     def publish(self, points: list[Point]) -> None:
-        rows: dict[int, dict[str, Any]] = defaultdict(dict)
+        rows: dict[int, dict[str, object]] = defaultdict(dict)
         for point in points:
             if point.step > self._last.get(point.tag, -1):
                 rows[point.step][point.tag] = point.value
         self._log(rows)
 
     def publish_images(self, images: list[Image]) -> None:
+        # W&B reads the files while a row is logged, so they must be there until then.
         with tempfile.TemporaryDirectory() as folder:
-            rows: dict[int, dict[str, Any]] = defaultdict(dict)
+            rows: dict[int, dict[str, object]] = defaultdict(dict)
             for number, image in enumerate(images):
                 if image.step > self._last.get(image.tag, -1):
                     file = Path(folder) / f"{number}.png"
@@ -100,7 +103,7 @@ class Wandb(BaseTracker):
                     rows[image.step][image.tag] = self._wandb.Image(str(file))
             self._log(rows)
 
-    def _log(self, rows: dict[int, dict[str, Any]]) -> None:
+    def _log(self, rows: dict[int, dict[str, object]]) -> None:
         for step, row in sorted(rows.items()):
             self._run.log({STEP: step, **row}, step=self._row, commit=True)
             self._row += 1
@@ -109,11 +112,12 @@ class Wandb(BaseTracker):
         self._run.finish()
         # W&B's service process has written everything only when it has ended.
         self._wandb.teardown()
-        if self._fullest and _size(self._fullest) <= _size(Path(self._run.settings.sync_file)):
-            shutil.rmtree(self._fullest.parent)
+        # Not before: a start that is killed early holds less than the fullest of those before it.
+        if self._fullest_file and _size(self._fullest_file) <= _size(Path(self._run.settings.sync_file)):
+            shutil.rmtree(self._fullest_file.parent)
 
 
-def _fullest(run: TrackedRun) -> Path | None:
+def _keep_fullest_file(run: TrackedRun) -> Path | None:
     """Return which file of earlier starts holds the most; the others, some of them empty, hold the same and go."""
     files = sorted(run.folder.glob(f"offline-run-*-{run.run_id}*/run-*.wandb"), key=_size)
     for file in files[:-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -15,11 +15,16 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
-from pipeline.training.loaders import KeyedDataset, Loader
-from pipeline.training.losses import checked_losses
-from pipeline.training.step_plan import BatchRef, EpochPoints, PlannedBatch, SplitShape
+from pipeline.training.loaders import Batch, KeyedDataset, Loader
+from pipeline.training.losses import check_losses
+from pipeline.training.step_plan import BatchRef, EpochPoints, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What torch's allocators and the operating system say when memory ends.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+_MAX_SHOWN_TENSORS = 8
+
+Key = tuple[int | str, ...]
 
 
 class BatchRunner:
@@ -33,7 +38,6 @@ class BatchRunner:
         experiment: Experiment,
         processes: Processes,
         split: str,
-        transforms: Mapping[str, Any],
         *,
         evaluates: bool = False,
     ) -> None:
@@ -57,7 +61,6 @@ class BatchRunner:
             )
             for name, dataset in components.datasets.items()
         }
-        self._transforms = transforms
         self._modules = components.all_modules
 
     def points(self, epoch: int) -> EpochPoints:
@@ -70,59 +73,56 @@ class BatchRunner:
         """Return whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
-    def load(self, refs: list[BatchRef], points: EpochPoints) -> Iterator[Any]:
-        """Return the batches at ``places``; every dataset has a loader of its own, which may work ahead."""
-        names = dict.fromkeys(ref.shape.dataset for ref in refs)
-        loading = {name: self._loaders[name].load(_planned(refs, name, points)) for name in names}
+    def load(self, refs: list[BatchRef], points: EpochPoints) -> Iterator[Batch]:
+        """Return these batches, in order; every dataset has a loader of its own, which may work ahead."""
+        by_dataset: dict[str, list[BatchRef]] = {}
+        for ref in refs:
+            by_dataset.setdefault(ref.shape.dataset, []).append(ref)
+        # Planned one by one as a loader asks: the indices of a whole epoch would take memory.
+        loading = {name: self._loaders[name].load(map(points.batch, chosen)) for name, chosen in by_dataset.items()}
         return (next(loading[ref.shape.dataset]) for ref in refs)
 
     def close(self) -> None:
         for loader in self._loaders.values():
             loader.close()
 
-    def losses(self, batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    def losses(self, batch: Batch, ref: BatchRef, key: Key) -> dict[str, torch.Tensor]:
         """Run one batch through the modules; everything random in it follows from ``key``."""
         dataset = ref.shape.dataset
         registers = self._experiment.components.module_transforms[dataset].loss_registers
-        losses = self._call(self._transforms[dataset], batch, ref, key)
+        losses = self._call("__call__", batch, ref, key)
         where = f"module_transforms/{dataset}.py"
-        return checked_losses(losses, registers, ref.num_items, where, self._processes.device)
+        return check_losses(losses, registers, ref.num_items, where, self._processes.device)
 
-    def predictions(self, batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> Any:
+    def predictions(self, batch: Batch, ref: BatchRef, key: Key) -> object:
         """Let the module transform predict for a batch whose losses are known."""
-        return self._call(self._transforms[ref.shape.dataset].predict, batch, ref, key)
+        return self._call("predict", batch, ref, key)
 
-    def images(self, batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> Any:
+    def images(self, batch: Batch, ref: BatchRef, key: Key) -> Any:
         """Return what the module transform wants to be seen of a batch."""
-        return self._call(self._transforms[ref.shape.dataset].images, batch, ref, key)
+        return self._call("images", batch, ref, key)
 
-    def _call(self, method: Callable[..., Any], batch: Any, ref: BatchRef, key: tuple[Any, ...]) -> Any:
+    def _call(self, method: str, batch: Batch, ref: BatchRef, key: Key) -> Any:
         """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
+        transform = self._experiment.module_transforms[ref.shape.dataset]
         seed_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         with contextlib.ExitStack() as around:
             if dtype is not None:
                 around.enter_context(torch.autocast(self._processes.device.type, dtype=dtype))
+            # In rounds all ranks run the same modules at once, so collectives of FSDP and SyncBatchNorm meet.
             if not self._experiment.runs_in_rounds:
                 around.enter_context(collectives_refused(f"module_transforms/{ref.shape.dataset}.py"))
-            return method(batch, self._modules)
-
-
-def _planned(refs: list[BatchRef], dataset: str, points: EpochPoints) -> Iterator[PlannedBatch]:
-    return (points.batch(ref) for ref in refs if ref.shape.dataset == dataset)
-
-
-_MESSAGES = ("out of memory", "can't allocate memory")
-_MAX_TENSORS = 8
+            return getattr(transform, method)(batch, self._modules)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that a device, or this machine, has no memory left."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _MESSAGES)
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 @contextmanager
-def out_of_memory_explained(batch: Any, ref: BatchRef, device: torch.device) -> Iterator[None]:
+def out_of_memory_explained(batch: Batch, ref: BatchRef, device: torch.device) -> Iterator[None]:
     """Turn a lack of memory in this block into one sentence that names the batch."""
     try:
         yield
@@ -130,7 +130,7 @@ def out_of_memory_explained(batch: Any, ref: BatchRef, device: torch.device) -> 
         if isinstance(error, PipelineError) or not is_out_of_memory(error):
             raise
         dataset = ref.shape.dataset
-        shapes = ", ".join(islice(_shapes(batch), _MAX_TENSORS)) or type(batch).__name__
+        shapes = ", ".join(islice(_shapes(batch), _MAX_SHOWN_TENSORS)) or type(batch).__name__
         raise PipelineError(
             f"Out of memory on {device} in a batch of dataset {dataset!r} with batch_size {ref.shape.batch_size}: "
             f"{shapes}.\n"
@@ -139,7 +139,7 @@ def out_of_memory_explained(batch: Any, ref: BatchRef, device: torch.device) -> 
         ) from error
 
 
-def _shapes(batch: Any, name: str = "") -> Iterator[str]:
+def _shapes(batch: Batch, name: str = "") -> Iterator[str]:
     """Yield name, shape and type of the tensors of a batch."""
     if isinstance(batch, torch.Tensor):
         yield f"{name} {tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}".strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from pipeline.experiment.gradient_flags import GradientFlags
 from pipeline.training.engines.reduction import BatchSums
 from pipeline.training.step_plan import BatchAssignment
 
+# Larger than any position of a batch in a step.
 _NO_BATCH = 1 << 62
 
 
@@ -28,14 +29,15 @@ class StepBuffers:
         self,
         modules: Mapping[str, nn.Module],
         processes: Processes,
-        new_sums: Callable[[list[torch.Tensor]], BatchSums],
+        sums: type[BatchSums],
     ) -> None:
+        # A layer that two modules share has its buffers once.
         layers = dict.fromkeys(layer for module in modules.values() for layer in module.modules())
         by_dtype: dict[torch.dtype, list[_BatchNorm]] = {}
         for layer in layers:
             if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
                 by_dtype.setdefault(layer.running_mean.dtype, []).append(layer)
-        statistics = [BatchNormStatistics(same, new_sums) for same in by_dtype.values()]
+        statistics = [BatchNormStatistics(same, processes, sums) for same in by_dtype.values()]
         others = OtherBuffers(modules, [tensor for rule in statistics for tensor in rule.tensors], processes)
         self._rules: list[BatchNormStatistics | OtherBuffers] = [*statistics, *([others] if others.has_any else [])]
 
@@ -60,15 +62,16 @@ class BatchNormStatistics:
     All layers are computed with as one flat tensor: a model may have hundreds, and each kernel costs a launch.
     """
 
-    def __init__(self, layers: list[_BatchNorm], new_sums: Callable[[list[torch.Tensor]], BatchSums]) -> None:
+    def __init__(self, layers: list[_BatchNorm], processes: Processes, sums: type[BatchSums]) -> None:
         self._averages: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
         for layer in layers:
             self._averages += [layer.running_mean, layer.running_var]  # type: ignore[list-item]
             self._counts.append(layer.num_batches_tracked)  # type: ignore[arg-type]
+        # Two averages of each layer lie behind each other in the flat tensor.
         numbers = [number for number, layer in enumerate(layers) for _ in range(2 * layer.num_features)]
         self._layer_of_element = torch.tensor(numbers, device=self._counts[0].device)
-        self._sums = new_sums(self._read())
+        self._sums = sums(self._read(), processes)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -89,6 +92,7 @@ class BatchNormStatistics:
         self._sums.begin(num_batches)
 
     def after_batch(self, assignment: BatchAssignment) -> None:
+        # A batch moves an average by momentum; the step takes the mean of these moves.
         self._sums.add([now - start for now, start in zip(self._read(), self._start, strict=True)])
         self._write(*self._start)
 
@@ -142,7 +146,7 @@ class OtherBuffers:
         """Return the buffers as they are now: a module may have replaced one by another tensor."""
         return [layer._buffers[name] for layer, name in self._places]  # type: ignore[misc]
 
-    def _written(self, tensors: list[torch.Tensor]) -> set[int]:
+    def _find_written(self, tensors: list[torch.Tensor]) -> set[int]:
         """Return which buffers are other tensors than at the step's start, or were written to since."""
         return {
             index
@@ -153,7 +157,7 @@ class OtherBuffers:
     def begin_step(self, num_batches: int) -> None:
         tensors = self._tensors()
         # Buffers that are constant are copied once.
-        for index in self._written(tensors) | self._ever_written:
+        for index in self._find_written(tensors) | self._ever_written:
             self._values[index] = tensors[index].clone()
             self._start[index] = tensors[index]
             self._versions[index] = tensors[index]._version
@@ -161,22 +165,31 @@ class OtherBuffers:
 
     def after_batch(self, assignment: BatchAssignment) -> None:
         now = self._tensors()
-        written = self._written(now)
+        written = self._find_written(now)
         dataset = assignment.ref.shape.dataset
         if dataset not in self._hidden_writes:
-            self._hidden_writes[dataset] = self._changed_in_hiding(now, written)
+            self._hidden_writes[dataset] = self._find_hidden_writes(now, written)
         written |= self._hidden_writes[dataset]
         self._ever_written |= written
         for index in written:
-            self._refuse_new_shape(index, now[index])
+            before = self._values[index]
+            if now[index].shape != before.shape or now[index].dtype != before.dtype:
+                raise PipelineError(
+                    f"{self._names[index]} must keep its shape and type, but a batch has changed it from "
+                    f"{tuple(before.shape)} {before.dtype} to {tuple(now[index].shape)} {now[index].dtype}: ranks "
+                    "could not exchange it, nor could a resumed run load it.\n"
+                    "  fix: register it with its final shape and fill it step by step, or with persistent=False."
+                )
+            # Of several batches of this rank, the first one counts.
             self._changes.setdefault(
                 index, (assignment.position, now[index].clone(memory_format=torch.contiguous_format))
             )
+            # Back to the step's start, as the same tensor: an author's code may hold a reference to it.
             layer, name = self._places[index]
-            layer._buffers[name] = self._start[index].copy_(self._values[index])
+            layer._buffers[name] = self._start[index].copy_(before)
             self._versions[index] = self._start[index]._version
 
-    def _changed_in_hiding(self, now: list[torch.Tensor], written: set[int]) -> set[int]:
+    def _find_hidden_writes(self, now: list[torch.Tensor], written: set[int]) -> set[int]:
         """Return buffers that have other values, though nothing says that they were written to; the host waits."""
         indices = [index for index in range(len(now)) if index not in written]
         if not indices:
@@ -184,30 +197,23 @@ class OtherBuffers:
         differences = torch.stack([(now[index] != self._values[index]).any() for index in indices])
         return {index for index, differs in zip(indices, differences.tolist(), strict=True) if differs}
 
-    def _refuse_new_shape(self, index: int, tensor: torch.Tensor) -> None:
-        before = self._values[index]
-        if tensor.shape != before.shape or tensor.dtype != before.dtype:
-            raise PipelineError(
-                f"{self._names[index]} must keep its shape and type, but a batch has changed it from "
-                f"{tuple(before.shape)} {before.dtype} to {tuple(tensor.shape)} {tensor.dtype}: ranks could not "
-                "exchange it, nor could a resumed run load it.\n"
-                "  fix: register it with its final shape and fill it step by step, or with persistent=False."
-            )
-
     def end_step(self) -> None:
-        own = [self._changes[index][0] if index in self._changes else _NO_BATCH for index in range(len(self._places))]
-        first = self._processes.all_reduce_min(torch.tensor(own)).tolist()
+        positions = [
+            self._changes[index][0] if index in self._changes else _NO_BATCH for index in range(len(self._places))
+        ]
+        # The batch with the smallest position in the plan decides, whichever rank ran it.
+        first = self._processes.all_reduce_min(torch.tensor(positions)).tolist()
         for index, position in enumerate(first):
-            if position != _NO_BATCH:
-                self._start[index].copy_(self._shared(index, is_owner=position == own[index]))
-
-    def _shared(self, index: int, *, is_owner: bool) -> torch.Tensor:
-        """Return the value of the one rank that has it, to the bit."""
-        # Ranks add what lies in memory, which must be in the same order on all of them.
-        nothing = torch.zeros_like(self._start[index], memory_format=torch.contiguous_format)
-        value = self._changes[index][1] if is_owner else nothing
-        self._processes.sum(value.view(torch.uint8) if value.dim() else value.view(1).view(torch.uint8))
-        return value
+            if position == _NO_BATCH:
+                continue
+            start = self._start[index]
+            is_owner = position == positions[index]
+            # Ranks add what lies in memory, which must be in the same order on all of them.
+            nothing = torch.zeros_like(start, memory_format=torch.contiguous_format)
+            value = self._changes[index][1] if is_owner else nothing
+            # A sum of bytes of which all but one rank's are zero is that rank's value to the bit, whatever its type.
+            self._processes.sum(value.view(torch.uint8) if value.dim() else value.view(1).view(torch.uint8))
+            start.copy_(value)
 
 
 @contextmanager
@@ -217,8 +223,9 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     flags = GradientFlags({str(index): module for index, module in enumerate(modules)})
     trained = flags.now()
     layers = [layer for module in modules for layer in module.modules()]
+    # Both the tensors and their values: a forward pass may replace a buffer or write into it.
     before = [(layer, dict(layer._buffers)) for layer in layers if layer._buffers]
-    values = [{name: one.clone() for name, one in buffers.items() if one is not None} for _, buffers in before]
+    values = [{name: buffer.clone() for name, buffer in buffers.items() if buffer is not None} for _, buffers in before]
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +13,15 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
+from pipeline.training.loaders import Batch
 from pipeline.training.losses import LossAccumulator, total_losses
 from pipeline.training.step_plan import BatchAssignment, PlannedBatch, assign_rounds, evaluation_refs
 
-_ROUNDS_BETWEEN_QUESTIONS = 16
+# Asking all ranks whether one was asked to stop is a collective; an evaluation that stops loses its own time only.
+_ROUNDS_BETWEEN_STOP_CHECKS = 16
 
-
-Observer = Callable[[BatchAssignment, PlannedBatch, Any], None]
-
-
-def _nobody(assignment: BatchAssignment, planned: PlannedBatch, batch: Any) -> None:
-    """Look at nothing."""
+# Sees each batch of this rank when its losses are known, for example to predict.
+BatchObserver = Callable[[BatchAssignment, PlannedBatch, Batch], None]
 
 
 class EvaluationPass:
@@ -43,30 +40,38 @@ class EvaluationPass:
         chosen = list(enumerate(self.refs))[shard[0] :: shard[1]]
         rank = processes.rank
         world_size = processes.world_size
-        every_nth = [BatchAssignment(*batch) for batch in chosen[rank::world_size]]
-        self._own = assign_rounds(chosen, rank, world_size) if experiment.is_sharded else every_nth
-        self.num_rounds = len(self._own) if experiment.is_sharded else -(-len(chosen) // world_size)
+        if experiment.is_sharded:
+            self._assignments = assign_rounds(chosen, rank, world_size)
+            self.num_rounds = len(self._assignments)
+        else:
+            self._assignments = [BatchAssignment(*batch) for batch in chosen[rank::world_size]]
+            # The same number on every rank: some have no batch in the last round.
+            self.num_rounds = -(-len(chosen) // world_size)
         self._accumulator = LossAccumulator(experiment.settings.register_names, len(self.refs), processes)
 
-    def rounds(self, epoch: int, observe: Observer = _nobody) -> Iterator[int]:
+    def rounds(self, epoch: int, observe: BatchObserver | None = None) -> Iterator[int]:
         """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
         self._experiment.set_training(False)
         points = self._runner.points(epoch)
-        loading = self._runner.load([assignment.ref for assignment in self._own], points)
+        loading = self._runner.load([assignment.ref for assignment in self._assignments], points)
         # An evaluation must leave no trace, as each rank would leave another.
         with preserved_buffers(self._experiment.components.all_modules.values()):
             for number in range(self.num_rounds):
-                if number < len(self._own):
-                    assignment = self._own[number]
-                    self._evaluate(assignment, points.batch(assignment.ref), next(loading), observe)
+                if number < len(self._assignments):
+                    assignment = self._assignments[number]
+                    self._run_batch(assignment, points.batch(assignment.ref), next(loading), observe)
                 yield number
 
-    def _evaluate(self, assignment: BatchAssignment, planned: PlannedBatch, batch: Any, observe: Observer) -> None:
+    def _run_batch(
+        self, assignment: BatchAssignment, planned: PlannedBatch, batch: Batch, observe: BatchObserver | None
+    ) -> None:
         with torch.no_grad(), out_of_memory_explained(batch, assignment.ref, self._processes.device):
             losses = self._runner.losses(batch, assignment.ref, (*planned.key, "evaluate"))
+            # The losses of a stand-in are recorded by the rank whose batch it is.
             if not assignment.is_stand_in:
                 self._accumulator.add(0, assignment.position, losses)
-            observe(assignment, planned, batch)
+            if observe is not None:
+                observe(assignment, planned, batch)
 
     def collect(self) -> np.ndarray:
         """Return the sums per batch and register of all ranks; batches of other shards have 0."""
@@ -77,7 +82,7 @@ class EvaluationPass:
         """Return how many items of the whole split each register gets."""
         feeds = self._experiment.components.module_transforms
         return {
-            register: sum(one.num_items for one in self.refs if register in feeds[one.shape.dataset].loss_registers)
+            register: sum(ref.num_items for ref in self.refs if register in feeds[ref.shape.dataset].loss_registers)
             for register in self._experiment.settings.register_names
         }
 
@@ -111,17 +116,15 @@ class EvaluationStage:
         seed_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
         for number in self._pass.rounds(epoch):
-            if number % _ROUNDS_BETWEEN_QUESTIONS == 0 and self._processes.any(is_asked_to_stop()):
+            if number % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and self._processes.any(is_asked_to_stop()):
+                # Empties the accumulator for the evaluation that will be done again.
                 self._pass.collect()
                 yield True
                 return
             yield False
-        self._record(epoch)
-        seed_generators(seed, "after evaluation", epoch)
-        weighter.after_eval_epoch(self._records.losses)
-
-    def _record(self, epoch: int) -> None:
         totals = total_losses(self._pass.collect())[0].tolist()
         items = self._pass.num_items()
         for (register, record), total in zip(self._records.losses["val"].items(), totals, strict=True):
             record.add_epoch(epoch, total, items[register])
+        seed_generators(seed, "after evaluation", epoch)
+        weighter.after_eval_epoch(self._records.losses)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from pipeline.experiment.assembly import Experiment
@@ -13,7 +10,7 @@ from pipeline.serialization.png import png_of
 from pipeline.system.logging import LOGGER
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.buffers import preserved_buffers
-from pipeline.training.step_plan import BatchRef, EpochPoints
+from pipeline.training.step_plan import BatchRef
 
 
 class Pictures:
@@ -23,34 +20,29 @@ class Pictures:
     is not asked again.
     """
 
-    def __init__(self, experiment: Experiment, runner: BatchRunner, transforms: Mapping[str, Any]) -> None:
+    def __init__(self, experiment: Experiment, runner: BatchRunner) -> None:
         self._experiment = experiment
         self._runner = runner
-        self._transforms = transforms
         self._failed: set[str] = set()
 
     def take(self, epoch: int) -> dict[str, bytes]:
         """Return PNG files by dataset and name; the modules must be in evaluation mode."""
         shapes = {shape.dataset: shape for shape in self._runner.shapes if shape.num_batches}
-        wanted = [name for name in shapes if hasattr(self._transforms[name], "images") and name not in self._failed]
+        transforms = self._experiment.module_transforms
+        wanted = [name for name in shapes if hasattr(transforms[name], "images") and name not in self._failed]
         points = self._runner.points(epoch)
-        found = dict[str, bytes]()
-        for name in wanted:
+        pictures = dict[str, bytes]()
+        for dataset in wanted:
+            ref = BatchRef(shapes[dataset], 0)
             try:
-                found |= self._taken(BatchRef(shapes[name], 0), points)
+                (batch,) = self._runner.load([ref], points)
+                with torch.no_grad(), preserved_buffers(self._experiment.components.all_modules.values()):
+                    images = self._runner.images(batch, ref, (*points.batch(ref).key, "images"))
+                    pictures |= {f"{dataset}/{name}": png_of(image) for name, image in images.items()}
             except (Exception, SystemExit) as error:
-                self._failed.add(name)
-                self._warn(name, error)
-        return found
-
-    def _taken(self, ref: BatchRef, points: EpochPoints) -> dict[str, bytes]:
-        dataset = ref.shape.dataset
-        (batch,) = self._runner.load([ref], points)
-        with torch.no_grad(), preserved_buffers(self._experiment.components.all_modules.values()):
-            images = self._runner.images(batch, ref, (*points.batch(ref).key, "images"))
-            return {f"{dataset}/{name}": png_of(image) for name, image in images.items()}
-
-    def _warn(self, dataset: str, error: BaseException) -> None:
-        where = f"module_transforms/{dataset}.py"
-        problem = user_problem(error, self._experiment.folder, where, "images must return a dict of pictures")
-        LOGGER.warning("%s. Training continues without images of %s.", problem, dataset)
+                # Pictures are for people only: a mistake in them must not end a training.
+                self._failed.add(dataset)
+                where = f"module_transforms/{dataset}.py"
+                problem = user_problem(error, self._experiment.folder, where, "images must return a dict of pictures")
+                LOGGER.warning("%s. Training continues without images of %s.", problem, dataset)
+        return pictures

@@ -7,51 +7,53 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.distributed.collectives import collectives_refused
-from pipeline.experiment.pymodules.definitions import LoaderArguments
+from pipeline.experiment.pymodules.definitions import Batch, LoaderArguments
 from pipeline.system.seeding import seed_generators
 from pipeline.system.stop_requests import die_with_parent, ignore_stop_signals
 from pipeline.training.step_plan import PlannedBatch
 
+# What an author's dataset returns: of any type.
+Point = Any
 
-class KeyedDataset(Dataset[Any]):
+
+class KeyedDataset(Dataset[Batch]):
     """Turns a planned batch into a collated one, with generators seeded for each batch.
 
     Points, transforms and the collate function of a batch draw one after another from the streams of its key.
     Which points share a batch depends on neither processes nor workers, so what a point looks like does not either.
     """
 
-    def __init__(self, dataset: Any, transform: Callable[[Any], Any], collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, dataset: Dataset[Point], transform: Callable[[Point], Point], collate: Callable[[list[Point]], Batch]
+    ) -> None:
         self._dataset = dataset
         self._transform = transform
         self._collate = collate
 
-    def __getitem__(self, planned: PlannedBatch) -> Any:
+    def __getitem__(self, planned: PlannedBatch) -> Batch:
         seed_generators(*planned.key)
-        transform = self._transform
         with collectives_refused(f"datasets/{planned.dataset}.py, its data transform or its collate_fn"):
+            fetch_many = getattr(self._dataset, "__getitems__", None)
+            if fetch_many is not None:
+                points: Iterable[Point] = fetch_many(list(planned.indices))
+            else:
+                points = map(self._dataset.__getitem__, planned.indices)
+            transform = self._transform
             # A transform may edit the point in place and return nothing.
-            return self._collate(
-                [point if (new := transform(point)) is None else new for point in self._points(planned)]
-            )
+            return self._collate([point if (new := transform(point)) is None else new for point in points])
 
-    def __getitems__(self, planned: PlannedBatch) -> Any:
+    def __getitems__(self, planned: PlannedBatch) -> Batch:
         """Called by torch's fetcher with whatever the batch sampler yields."""
         return self[planned]
 
-    def _points(self, planned: PlannedBatch) -> Iterable[Any]:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            return cast(Iterable[Any], fetch_many(list(planned.indices)))
-        return map(self._dataset.__getitem__, planned.indices)
 
-
-class _Requests:
+class _PlannedBatches:
     """A batch sampler whose content is replaced each epoch, so that workers can live on."""
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Loader:
 
     def __init__(self, dataset: KeyedDataset, arguments: LoaderArguments, device: torch.device) -> None:
         self._dataset = dataset
-        self._requests = _Requests()
+        self._planned = _PlannedBatches()
         self._device = device
         # On a CPU nothing is copied, and torch would warn.
         pins_memory = device.type != "cpu" and arguments.pin_memory is not False
@@ -75,8 +77,8 @@ class Loader:
         self._has_workers = False
         self._loader = DataLoader(
             dataset,
-            batch_sampler=self._requests,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
+            batch_sampler=self._planned,  # type: ignore[arg-type]
+            collate_fn=_keep,
             # Without a generator of its own, each iteration would draw from the global one.
             generator=torch.Generator(),
             pin_memory=pins_memory,
@@ -94,24 +96,24 @@ class Loader:
         """Return whether loading begins with workers that are not there yet."""
         return self._loader.num_workers > 0 and not self._has_workers
 
-    def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Any]:
+    def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Batch]:
         """Return the collated batches on the device; workers start now, not when the first batch is asked for."""
-        self._requests.batches = batches
+        self._planned.batches = batches
         self._has_workers = self._keeps_workers
         # Without workers or pinned memory torch's loader has nothing to add but its own time.
         loaded = map(self._dataset.__getitem__, batches) if self._is_plain else iter(self._loader)
         return loaded if self._device.type == "cpu" else (to_device(batch, self._device) for batch in loaded)
 
 
-class Prefetcher(Iterator[Any]):
-    """Batches of which one can be loaded before it is asked for; what goes wrong then is raised when it is.
+class Prefetcher(Iterator[Batch]):
+    """Batches of which one can be loaded before it is asked for; an error of loading is raised when it is asked for.
 
     ``seconds`` is how long loading has taken in all.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
-        self._loaded = list[Any]()
+        self._loaded = list[Batch]()
         self._error: Exception | None = None
         self.seconds = 0.0
 
@@ -125,7 +127,7 @@ class Prefetcher(Iterator[Any]):
                 self._error = error
             self.seconds += time.perf_counter() - started
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self.load()
         if self._error is not None:
             raise self._error
@@ -135,6 +137,7 @@ class Prefetcher(Iterator[Any]):
 
 
 def _worker_arguments(arguments: LoaderArguments) -> dict[str, Any]:
+    """Return the arguments that torch's DataLoader refuses without workers."""
     if arguments.num_workers == 0:
         return {}
     return {
@@ -147,29 +150,28 @@ def _worker_arguments(arguments: LoaderArguments) -> dict[str, Any]:
 
 
 def _start_worker(number: int) -> None:
+    # Ctrl+C reaches the whole process group. Workers must live on, for the step that ends before the run stops.
     ignore_stop_signals()
     if sys.platform == "linux":
         die_with_parent()
 
 
-def _as_it_is(batch: Any) -> Any:
+def _keep(batch: Batch) -> Batch:
+    """Collate nothing: the dataset returns whole batches. A function of a module, because workers may pickle it."""
     return batch
 
 
-def _takes_non_blocking(to: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(to).parameters.values()
-    except ValueError:
-        # The method of torch's own tensors has no signature.
-        return True
-    return any(one.name == "non_blocking" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move every tensor in nested mappings, lists and tuples, and every object that can move itself."""
     # Also PackedSequence, a tuple of which a part must stay on the CPU.
     if callable(getattr(batch, "to", None)):
-        return batch.to(device, non_blocking=True) if _takes_non_blocking(batch.to) else batch.to(device)
+        try:
+            parameters = inspect.signature(batch.to).parameters.values()
+            is_known = any(known.name == "non_blocking" or known.kind is known.VAR_KEYWORD for known in parameters)
+        except ValueError:
+            # The method of torch's own tensors has no signature.
+            is_known = True
+        return batch.to(device, non_blocking=True) if is_known else batch.to(device)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +23,14 @@ class LossAccumulator:
         self._processes = processes
         self._num_batches = num_batches
         self._positions = {register: position for position, register in enumerate(registers)}
+        # Row, batch and register of each sum.
         self._cells: list[tuple[int, int, int]] = []
         self._sums: list[torch.Tensor] = []
         self._fetched: torch.Tensor | None = None
 
     def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Record the losses of one batch and return their sums."""
+        # One kernel per loss and no copy to the host: the sums of many steps are read at once.
         sums = {register: loss.detach().sum(dtype=torch.float64) for register, loss in losses.items()}
         self._sums += sums.values()
         self._cells += [(row, batch, self._positions[register]) for register in losses]
@@ -63,8 +64,8 @@ def total_losses(sums: np.ndarray) -> np.ndarray:
     return totals
 
 
-def checked_losses(
-    losses: Any, registers: tuple[str, ...], num_items: int, where: str, device: torch.device
+def check_losses(
+    losses: object, registers: tuple[str, ...], num_items: int, where: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return what a module transform gave if it follows the contract: one value per item for each register."""
     if not isinstance(losses, dict):

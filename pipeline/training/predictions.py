@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +11,16 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.serialization.npz_files import is_entry_name
 from pipeline.training.batch_runner import BatchRunner
+from pipeline.training.loaders import Batch
 from pipeline.training.step_plan import BatchAssignment, PlannedBatch
 
 Columns = dict[str, np.ndarray]
 # Columns of ours: which point an item belongs to, and which item of the split it is.
 INDEX = "index"
 POSITION = "position"
+# The kinds of numpy types that are numbers, and the floats of torch that numpy has as well.
 _NUMBERS = "biufc"
-_NUMPY_KNOWS = (torch.float16, torch.float32, torch.float64)
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class Predictions:
@@ -30,16 +31,17 @@ class Predictions:
         self._datasets = frozenset(datasets)
         self._batches: list[tuple[str, Columns]] = []
 
-    def observe(self, assignment: BatchAssignment, planned: PlannedBatch, batch: Any) -> None:
-        """Let the module transform predict for one batch, if its dataset has predictions; those of a stand-in go."""
+    def observe(self, assignment: BatchAssignment, planned: PlannedBatch, batch: Batch) -> None:
+        """Let the module transform predict for one batch, if its dataset has predictions."""
         ref = assignment.ref
         dataset = ref.shape.dataset
         size = ref.shape.point_size
-        if dataset in self._datasets:
-            found = self._runner.predictions(batch, ref, (*planned.key, "predict"))
-            if assignment.is_stand_in:
-                return
-            columns = checked_predictions(found, ref.num_items, f"module_transforms/{dataset}.py")
+        if dataset not in self._datasets:
+            return
+        predictions = self._runner.predictions(batch, ref, (*planned.key, "predict"))
+        # A stand-in runs the modules with the other ranks; the batch itself is another rank's.
+        if not assignment.is_stand_in:
+            columns = check_predictions(predictions, ref.num_items, f"module_transforms/{dataset}.py")
             first = ref.number * ref.shape.batch_size * size
             columns[INDEX] = np.repeat(np.asarray(planned.indices, dtype=np.int64), size)
             columns[POSITION] = np.arange(first, first + ref.num_items)
@@ -50,18 +52,25 @@ class Predictions:
         return [batch for batches in processes.gather_on_rank_zero(self._batches) for batch in batches]
 
 
-def checked_predictions(found: Any, num_items: int, where: str) -> Columns:
+def check_predictions(predictions: object, num_items: int, where: str) -> Columns:
     """Return predictions as arrays if they follow the contract: numbers by name, one entry per item."""
-    if not isinstance(found, Mapping):
-        raise PipelineError(f"predict in {where} must return a dict of tensors, but returned {type(found).__name__}.")
+    if not isinstance(predictions, Mapping):
+        given = type(predictions).__name__
+        raise PipelineError(f"predict in {where} must return a dict of tensors, but returned {given}.")
     columns = {}
-    for name, value in found.items():
+    for name, value in predictions.items():
         if not isinstance(name, str) or "/" in name or not is_entry_name(name) or name in (INDEX, POSITION):
             raise PipelineError(
                 f"predict in {where} must name predictions by plain words other than {INDEX} and {POSITION}, "
                 f"but has {name!r}."
             )
-        column = _as_array(value)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
+                value = value.float()
+            value = value.numpy()
+        # A copy: what the transform changes later must not change here.
+        column = np.array(value)
         if column.dtype.kind not in _NUMBERS or not column.shape or len(column) != num_items:
             raise PipelineError(
                 f"predict in {where} must return numbers for {name!r} with one entry per item, here {num_items}, "
@@ -71,31 +80,24 @@ def checked_predictions(found: Any, num_items: int, where: str) -> Columns:
     return columns
 
 
-def _as_array(value: Any) -> np.ndarray:
-    if not isinstance(value, torch.Tensor):
-        # What the transform may change later must not change here.
-        return np.array(value)
-    value = value.detach().cpu()
-    is_odd = value.is_floating_point() and value.dtype not in _NUMPY_KNOWS
-    return np.array((value.float() if is_odd else value).numpy())
-
-
 def join_predictions(parts: Iterable[tuple[str, Columns]]) -> dict[str, Columns]:
     """Put batches or shards together by dataset, in the order of the split."""
-    found: dict[str, list[Columns]] = {}
+    by_dataset: dict[str, list[Columns]] = {}
     for dataset, columns in parts:
-        found.setdefault(dataset, []).append(columns)
-    return {dataset: _in_order(dataset, found[dataset]) for dataset in sorted(found)}
-
-
-def _in_order(dataset: str, parts: list[Columns]) -> Columns:
-    kinds = {tuple((name, str(one.dtype), one.shape[1:]) for name, one in sorted(part.items())) for part in parts}
-    if len(kinds) > 1:
-        odd = sorted(set(min(kinds)) ^ set(max(kinds)))
-        raise PipelineError(
-            f"predict in module_transforms/{dataset}.py must return the same names, types and shapes for every batch, "
-            f"but they differ: {odd}."
-        )
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.argsort(joined[POSITION], kind="stable")
-    return {name: column[order] for name, column in joined.items()}
+        by_dataset.setdefault(dataset, []).append(columns)
+    joined = {}
+    for dataset, batches in sorted(by_dataset.items()):
+        kinds = {
+            tuple((name, str(column.dtype), column.shape[1:]) for name, column in sorted(batch.items()))
+            for batch in batches
+        }
+        if len(kinds) > 1:
+            differing = sorted(set(min(kinds)) ^ set(max(kinds)))
+            raise PipelineError(
+                f"predict in module_transforms/{dataset}.py must return the same names, types and shapes for every "
+                f"batch, but they differ: {differing}."
+            )
+        columns = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+        order = np.argsort(columns[POSITION], kind="stable")
+        joined[dataset] = {name: column[order] for name, column in columns.items()}
+    return joined

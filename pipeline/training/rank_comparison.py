@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from pipeline.checkpoint.parts import PersistedParts
+from pipeline.components import Stateful
 from pipeline.distributed.agreement import Difference, find_differences
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
@@ -88,12 +87,13 @@ class RankComparison:
             line = "Ranks are not equal %s: %s%s. All continue with what rank 0 has."
             LOGGER.warning(line, when, differences[0], more)
 
-    def _values(self, *, saves: bool, is_start: bool) -> dict[str, Any]:
+    def _values(self, *, saves: bool, is_start: bool) -> dict[str, Hashable]:
         # A sharded module that was gathered for an evaluation still shows whole weights.
         self._engine.reshard()
-        states, others = optimizer_state(self._experiment)
+        modules = self._parts.modules()
+        states, others = optimizer_state(modules, self._experiment.optimizers)
         # All tensors in one call, so that the host waits for the device once.
-        tensors = tensor_values({**module_tensors(self._experiment), **states})
+        tensors = tensor_values({**module_tensors(modules), **states})
         weighter = self._experiment.components.loss_weighter
         weights = {
             f"loss weight of register {name!r} (loss_weighter.py)": repr(float(weighter.get_loss_weight(name)))
@@ -101,8 +101,8 @@ class RankComparison:
         }
         values = {
             **tensors,
-            **extra_state_values(self._experiment),
-            **flag_values(self._experiment),
+            **extra_state_values(modules),
+            **flag_values(modules),
             **others,
             "the state of the gradient scaler": fingerprint(self._engine.scaler.state_dict()),
             **weights,
@@ -116,9 +116,10 @@ class RankComparison:
         try:
             with self._scratch_folder() as folder:
                 for name, component in self._parts.components().items():
-                    for file, content in _saved_files(component, folder / name).items():
+                    for file, content in _read_saved_files(component, folder / name).items():
                         values[f"the file {name}/{file} that save() writes"] = hashlib.sha256(content).hexdigest()
         except OSError as error:
+            # A full scratch folder must not end a run whose commits are elsewhere.
             problem = repr(error)
         problems = [other for other in self._processes.gather(problem) if other]
         if problems and self._processes.is_rank_zero:
@@ -127,28 +128,39 @@ class RankComparison:
 
     def _take_over_from_rank_zero(self, names: set[str]) -> None:
         """Copy rank zero's state to all ranks; of tensors only those that differ."""
-        states, _ = optimizer_state(self._experiment)
-        tensors = {**module_tensors(self._experiment), **states}
-        shapes = {name: (str(one.dtype), tuple(one.shape)) for name, one in tensors.items() if name in names}
+        modules = self._parts.modules()
+        states, _ = optimizer_state(modules, self._experiment.optimizers)
+        tensors = {**module_tensors(modules), **states}
+        shapes = {name: (str(tensors[name].dtype), tuple(tensors[name].shape)) for name in tensors if name in names}
+        # A broadcast between tensors of different shapes would hang or overwrite memory.
         refuse_differences(self._processes, shapes, "while rank 0 was copied")
         for name in shapes:
             self._processes.broadcast_tensor(tensors[name])
         if names <= set(tensors):
             return
-        flags = GradientFlags(self._experiment.components.all_modules)
+        # All other state is small: it is taken over whole, whatever of it differs.
+        flags = GradientFlags(modules)
         flags.set(self._processes.broadcast(flags.now()))
-        for layer in layers_with_extra_state(self._experiment).values():
+        for layer in layers_with_extra_state(modules).values():
             layer.set_extra_state(self._processes.broadcast(layer.get_extra_state()))
         for optimizer in self._experiment.optimizers.values():
-            for group, values in zip(
-                optimizer.param_groups, self._processes.broadcast(_plain_values(optimizer)), strict=True
-            ):
+            # Tensors of the groups were broadcast above; parameters are objects of each rank.
+            plain_values = [
+                {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
+                for group in optimizer.param_groups
+            ]
+            for group, values in zip(optimizer.param_groups, self._processes.broadcast(plain_values), strict=True):
                 group.update(values)
         self._engine.scaler.load_state_dict(self._processes.broadcast(self._engine.scaler.state_dict()))
         for name, component in self._parts.components().items():
             with self._scratch_folder() as folder:
-                files = _saved_files(component, folder / name) if self._processes.is_rank_zero else {}
-                _load_files(component, self._processes.broadcast(files), folder / "loaded")
+                files = _read_saved_files(component, folder / name) if self._processes.is_rank_zero else {}
+                loaded = folder / "loaded"
+                loaded.mkdir(parents=True)
+                for file, content in self._processes.broadcast(files).items():
+                    (loaded / file).parent.mkdir(parents=True, exist_ok=True)
+                    (loaded / file).write_bytes(content)
+                component.load(loaded)
 
     @contextmanager
     def _scratch_folder(self) -> Iterator[Path]:
@@ -157,24 +169,9 @@ class RankComparison:
             yield Path(name)
 
 
-def _plain_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the values of all groups that are not tensors."""
-    return [
-        {key: one for key, one in group.items() if key != "params" and not isinstance(one, torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
-
-
-def _saved_files(component: Any, folder: Path) -> dict[str, bytes]:
+def _read_saved_files(component: Stateful, folder: Path) -> dict[str, bytes]:
+    """Let a component save itself into a folder, and return what it wrote, by path."""
     folder.mkdir(parents=True)
     component.save(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def _load_files(component: Any, files: dict[str, bytes], folder: Path) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    folder.mkdir(parents=True, exist_ok=True)
-    component.load(folder)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from pipeline.distributed.agreement import Values, find_differences
 from pipeline.distributed.checksums import checksums
 from pipeline.distributed.processes import Processes
 from pipeline.errors import RanksDiffer
-from pipeline.experiment.assembly import Experiment
 from pipeline.serialization.fingerprint import fingerprint
 from pipeline.serialization.shard_index import is_sharded
 
@@ -32,6 +31,9 @@ _FIX = (
     "its memory and devices."
 )
 Tensors = dict[str, torch.Tensor]
+Modules = Mapping[str, nn.Module]
+# Where a value is in a nested state.
+KeyPath = tuple[int | str, ...]
 
 
 def refuse_differences(processes: Processes, values: Values, when: str) -> None:
@@ -46,59 +48,65 @@ def refuse_differences(processes: Processes, values: Values, when: str) -> None:
         ).shared()
 
 
-def flag_values(experiment: Experiment) -> dict[str, bool]:
+def flag_values(modules: Modules) -> dict[str, bool]:
     """Return the requires_grad flag of every parameter."""
     return {
-        f"requires_grad of {name!r} in module {module!r}": parameter.requires_grad
-        for module, one in experiment.components.all_modules.items()
-        for name, parameter in one.named_parameters()
+        f"requires_grad of {name!r} in module {module_name!r}": parameter.requires_grad
+        for module_name, module in modules.items()
+        for name, parameter in module.named_parameters()
     }
 
 
-def module_tensors(experiment: Experiment) -> Tensors:
+def module_tensors(modules: Modules) -> Tensors:
     """Return the weights and saved buffers that every rank has whole."""
-    found: Tensors = {}
-    for module_name, module in experiment.components.all_modules.items():
-        weights = dict(module.named_parameters())
-        found |= {f"weight {name!r} of module {module_name!r}": one for name, one in weights.items()}
-        found |= {f"buffer {name!r} of module {module_name!r}": one for name, one in _saved_buffers(module)}
-    return {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
+    tensors: Tensors = {}
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            tensors[f"weight {name!r} of module {module_name!r}"] = parameter
+        for path, layer in module.named_modules():
+            # Buffers that are not saved may differ: a resumed run would not find them either.
+            for name, buffer in layer._buffers.items():
+                if buffer is not None and name not in layer._non_persistent_buffers_set:
+                    tensors[f"buffer {f'{path}.{name}'.lstrip('.')!r} of module {module_name!r}"] = buffer
+    # Shards differ by design.
+    return {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
 
 
-def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, layer in module.named_modules():
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and name not in layer._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
-
-
-def extra_state_values(experiment: Experiment) -> dict[str, str]:
+def extra_state_values(modules: Modules) -> dict[str, str]:
     """Return what layers save besides tensors."""
-    return {name: fingerprint(layer.get_extra_state()) for name, layer in layers_with_extra_state(experiment).items()}
+    return {name: fingerprint(layer.get_extra_state()) for name, layer in layers_with_extra_state(modules).items()}
 
 
-def layers_with_extra_state(experiment: Experiment) -> dict[str, nn.Module]:
+def layers_with_extra_state(modules: Modules) -> dict[str, nn.Module]:
     return {
         f"extra state of {path or 'the whole'!r} in module {module_name!r}": layer
-        for module_name, module in experiment.components.all_modules.items()
+        for module_name, module in modules.items()
         for path, layer in module.named_modules()
         if type(layer).get_extra_state is not nn.Module.get_extra_state
     }
 
 
-def optimizer_state(experiment: Experiment) -> tuple[Tensors, dict[str, str]]:
+def optimizer_state(modules: Modules, optimizers: Mapping[str, Optimizer]) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors of all optimizers that every rank has whole, and their other values."""
     names = {
-        id(parameter): f"{module}.{name}"
-        for module, one in experiment.components.all_modules.items()
-        for name, parameter in one.named_parameters()
+        id(parameter): f"{module_name}.{name}"
+        for module_name, module in modules.items()
+        for name, parameter in module.named_parameters()
     }
     tensors: Tensors = {}
     others: dict[str, str] = {}
-    for optimizer_name, optimizer in experiment.optimizers.items():
-        parameters = [names[id(one)] for group in optimizer.param_groups for one in group["params"]]
+    for optimizer_name, optimizer in optimizers.items():
+        parameters = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         for path, value in _leaves(optimizer.state_dict(), ()):
-            label = f"{_place(path, parameters, optimizer.param_groups)} of optimizer {optimizer_name!r}"
+            # Say in words where a value of the state dict belongs.
+            place = f"value {'.'.join(map(str, path))!r}"
+            match path:
+                case ("state", int(index), *keys) if index < len(parameters):
+                    place = f"state {'.'.join(map(str, keys))!r} of weight {parameters[index]!r}"
+                case ("param_groups", int(index), *keys) if index < len(optimizer.param_groups):
+                    group_name = optimizer.param_groups[index].get("name", index)
+                    place = f"{'.'.join(map(str, keys))!r} of group {group_name!r}"
+            label = f"{place} of optimizer {optimizer_name!r}"
             if not isinstance(value, torch.Tensor):
                 others[label] = fingerprint(value)
             elif not is_sharded(value):
@@ -106,7 +114,8 @@ def optimizer_state(experiment: Experiment) -> tuple[Tensors, dict[str, str]]:
     return tensors, others
 
 
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """Yield every value in nested dicts, lists and tuples, with its place."""
     if isinstance(value, dict):
         for key, child in value.items():
             yield from _leaves(child, (*path, key))
@@ -117,32 +126,18 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
         yield path, value
 
 
-def _place(path: tuple[Any, ...], parameters: list[str], groups: list[dict[str, Any]]) -> str:
-    """Return where a value of an optimizer's state dict belongs, in words."""
-    match path:
-        case ("state", int(index), *keys) if index < len(parameters):
-            return f"state {'.'.join(map(str, keys))!r} of weight {parameters[index]!r}"
-        case ("param_groups", int(index), *keys) if index < len(groups):
-            return f"{'.'.join(map(str, keys))!r} of group {groups[index].get('name', index)!r}"
-    return f"value {'.'.join(map(str, path))!r}"
-
-
 def tensor_values(tensors: Tensors) -> dict[str, tuple[Hashable, str, tuple[int, ...]]]:
     """Return what is compared of tensors: a checksum of their bits, their type and their shape."""
-    plain = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
-    found: dict[str, Hashable] = dict(zip(plain, checksums(list(plain.values())), strict=True))
-    return {
-        name: (found[name] if name in found else _saved_digest(tensor), str(tensor.dtype), tuple(tensor.shape))
+    plain = {
+        name: tensor
         for name, tensor in tensors.items()
+        if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     }
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-def _saved_digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a sparse, quantised or nested tensor, which has no bits in one place."""
-    buffer = io.BytesIO()
-    torch.save(tensor.detach().cpu(), buffer)
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
+    digests: dict[str, Hashable] = dict(zip(plain, checksums(list(plain.values())), strict=True))
+    for name, tensor in tensors.items():
+        if name not in plain:
+            # A sparse, quantised or nested tensor has no bits in one place: compare the file it would be saved to.
+            buffer = io.BytesIO()
+            torch.save(tensor.detach().cpu(), buffer)
+            digests[name] = hashlib.sha256(buffer.getvalue()).hexdigest()
+    return {name: (digests[name], str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}

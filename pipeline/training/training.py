@@ -1,11 +1,11 @@
-"""The training stage."""
+"""The training stage: one epoch of steps."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
 
 from pipeline.checkpoint.records import Records
 from pipeline.components import BaseLossWeighter
@@ -13,25 +13,16 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
-from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
-from pipeline.training.engines.base import BatchLosses, Compute, GradientEngine, StepOutcome, StepRequests
-from pipeline.training.loaders import Prefetcher
+from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
+from pipeline.training.buffers import preserved_buffers
+from pipeline.training.engines.base import GradientEngine
+from pipeline.training.loaders import Batch, Prefetcher
 from pipeline.training.losses import LossAccumulator
-from pipeline.training.step_observer import StepObserver
+from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, StepPlan, assign_rounds, assign_shares
 
-_ROWS = 64
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the loop around the stage learns of one step."""
-
-    step: int
-    num_steps: int
-    seconds: float
-    data_seconds: float
-    outcome: StepOutcome
+# Steps whose losses wait on the device before the host reads them all at once.
+_MAX_PENDING_STEPS = 64
 
 
 class TrainingStage:
@@ -64,16 +55,19 @@ class TrainingStage:
         self._records = records
         self._settings = experiment.settings.training
         self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
-        self._deal = assign_rounds if experiment.runs_in_rounds else assign_shares
+        self._assign = assign_rounds if experiment.runs_in_rounds else assign_shares
         self._weighter = experiment.components.loss_weighter
-        self._looks_at_steps = _overrides(self._weighter, "after_train_step")
+        # A weighter that is called after every step must find that step's losses in the records.
+        after_step = getattr(type(self._weighter), "after_train_step", None)
+        self._weighter_sees_steps = after_step not in (None, BaseLossWeighter.after_train_step)
+        self._max_pending = 1 if self._weighter_sees_steps else _MAX_PENDING_STEPS
         registers = experiment.settings.register_names
         feeds = experiment.components.module_transforms
-        self._fed_by = [
-            [name for name, one in feeds.items() if register in one.loss_registers] for register in registers
+        self._datasets_of = [
+            [dataset for dataset, feed in feeds.items() if register in feed.loss_registers] for register in registers
         ]
-        self._rows = 1 if self._looks_at_steps else _ROWS
         self._accumulator = LossAccumulator(registers, self.plan.max_batches, processes)
+        # The number of items per register of each step whose losses are still on the device.
         self._pending: list[list[int]] = []
         self.observer = StepObserver()
         self.num_consecutive_skipped = 0
@@ -81,25 +75,23 @@ class TrainingStage:
     def run(self, epoch: int, first_step: int, requests: Callable[[], StepRequests]) -> Iterator[StepReport]:
         """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
         self._experiment.set_training(True)
-        self._schedulers = self._active_schedulers(epoch)
+        definitions = self._experiment.components.optim_sched
+        self._schedulers = [
+            scheduler
+            for name, scheduler in self._experiment.schedulers.items()
+            if epoch >= definitions[name].scheduler_start_epoch
+        ]
         if first_step == 0:
-            self._begin_epoch(epoch)
-        refs = list(self.plan.refs_of(self._processes.rank, self._processes.world_size, first_step, self._deal))
-        points = self._runner.points(epoch)
-        loading = Prefetcher(self._runner.load(refs, points))
-        with self._engine.using_waits_for(loading.load):
+            self._records.forget_steps()
+            seed_generators(self._settings.seed, "begin", epoch)
+            self._weighter.before_train_epoch(self._records.losses)
+            for scheduler in self._schedulers:
+                scheduler.before_train_epoch(len(self.plan))
+        refs = list(self.plan.refs_of(self._processes.rank, self._processes.world_size, first_step, self._assign))
+        loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch)))
+        with self._engine.prefetching(loading.load):
             for index in range(first_step, len(self.plan)):
                 yield self._step(epoch, index, loading, requests)
-        self._end_epoch(epoch)
-
-    def _begin_epoch(self, epoch: int) -> None:
-        self._records.forget_steps()
-        seed_generators(self._settings.seed, "begin", epoch)
-        self._weighter.before_train_epoch(self._records.losses)
-        for scheduler in self._schedulers:
-            scheduler.before_train_epoch(len(self.plan))
-
-    def _end_epoch(self, epoch: int) -> None:
         self.flush()
         self._records.finish_train_epoch(epoch)
         seed_generators(self._settings.seed, "end", epoch)
@@ -107,83 +99,84 @@ class TrainingStage:
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
 
-    def _active_schedulers(self, epoch: int) -> list[Any]:
-        definitions = self._experiment.components.optim_sched
-        return [
-            scheduler
-            for name, scheduler in self._experiment.schedulers.items()
-            if epoch >= definitions[name].scheduler_start_epoch
-        ]
-
     def _step(self, epoch: int, index: int, loading: Prefetcher, requests: Callable[[], StepRequests]) -> StepReport:
         started = time.perf_counter()
         loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
         batches = self.plan.step(index)
         items = self._num_items(batches)
-        shares = self._shares(items)
+        scales = self._loss_scales(items)
         rates = self._experiment.learning_rates()
+
         self._engine.begin_step(len(batches))
-        own = self._deal(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
-        for assignment in own:
-            self._run(assignment, next(loading), (epoch, index), shares, requests() if assignment is own[-1] else None)
-        if not own:
+        assignments = self._assign(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
+        for assignment in assignments:
+            key = (self._settings.seed, "step", epoch, index, assignment.position)
+            # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
+            asked = requests() if assignment is assignments[-1] else None
+            # The batch has no name here: it must be freed before the next one is loaded onto the device.
+            self._run_batch(next(loading), assignment, key, scales, asked)
+        if not assignments:
             self._engine.join_without_batch(requests())
-        if len(self._pending) + 1 == self._rows:
+        if len(self._pending) + 1 == self._max_pending:
             # The losses are needed after this step; the engine's wait for the device is one for them too.
             self._accumulator.fetch()
         outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
+
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
-        self._after_step(epoch, index, items, outcome)
+        self._pending.append(items)
+        if len(self._pending) == self._max_pending:
+            self.flush()
+        for scheduler in self._schedulers:
+            scheduler.after_train_step(index + 1)
+        if self._weighter_sees_steps:
+            seed_generators(self._settings.seed, "after", epoch, index)
+            self._weighter.after_train_step(self._records.losses)
+        self._count_skipped(epoch, index, outcome)
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
-        data_seconds = loading.seconds - loaded
-        return StepReport(index + 1, len(self.plan), seconds, data_seconds, outcome)
+        return StepReport(index + 1, len(self.plan), seconds, loading.seconds - loaded, outcome)
 
-    def _run(
+    def _run_batch(
         self,
+        batch: Batch,
         assignment: BatchAssignment,
-        batch: Any,
-        at: tuple[int, int],
-        shares: dict[str, float],
+        key: Key,
+        scales: dict[str, float],
         requests: StepRequests | None,
     ) -> None:
-        key = (self._settings.seed, "step", *at, assignment.position)
-        with out_of_memory_explained(batch, assignment.ref, self._processes.device):
-            if assignment.is_stand_in:
-                self._engine.stand_in(self._stand_in_loss(batch, assignment.ref, key, shares), requests)
-            else:
-                self._engine.backward(assignment, self._batch_loss(batch, assignment.ref, key, shares), requests)
+        """Run one batch forward and backward."""
+        # A stand-in only keeps the collectives of all ranks in step: it must leave no trace in the modules.
+        modules = self._experiment.components.trained_modules.values() if assignment.is_stand_in else ()
+        untraced = preserved_buffers(modules) if modules else nullcontext()
+        with out_of_memory_explained(batch, assignment.ref, self._processes.device), untraced:
+            self._engine.add_batch(assignment, self._forward(batch, assignment, key, scales), requests)
 
-    def _stand_in_loss(self, batch: Any, ref: BatchRef, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
-        """A zero-weighted forward and backward pass, which keeps the collectives of FSDP in step."""
-
-        def compute() -> BatchLosses:
-            losses = self._runner.losses(batch, ref, key)
-            optimised = [losses[register] for register in losses if register in shares]
+    def _forward(self, batch: Batch, assignment: BatchAssignment, key: Key, scales: dict[str, float]) -> BatchLosses:
+        """Run one batch through its module transform and record its losses; return those that are optimised."""
+        position = assignment.position
+        if assignment.is_stand_in:
+            # Another rank records this batch; here its losses count zero times.
+            losses = self._runner.losses(batch, assignment.ref, key)
+            optimised = [loss for register, loss in losses.items() if register in scales]
             return BatchLosses(optimised, [0.0] * len(optimised), [])
+        self.observer.batch_is_loaded(position, assignment.ref, batch)
+        losses = self._runner.losses(batch, assignment.ref, key)
+        self.observer.losses_are_known(position, losses)
+        sums = self._accumulator.add(len(self._pending), position, losses)
+        names = [register for register in losses if register in scales]
+        return BatchLosses(
+            [losses[name] for name in names], [scales[name] for name in names], [sums[name] for name in names]
+        )
 
-        return compute
+    def _num_items(self, batches: list[BatchRef]) -> list[int]:
+        """Return how many items of all ranks each register gets in a step, in the settings' order."""
+        items = Counter[str]()
+        for ref in batches:
+            items[ref.shape.dataset] += ref.num_items
+        return [sum(items[dataset] for dataset in datasets) for datasets in self._datasets_of]
 
-    def _batch_loss(self, batch: Any, ref: BatchRef, key: tuple[Any, ...], shares: dict[str, float]) -> Compute:
-        row = len(self._pending)
-        position = key[-1]
-
-        def compute() -> BatchLosses:
-            self.observer.batch_is_loaded(position, ref, batch)
-            losses = self._runner.losses(batch, ref, key)
-            self.observer.losses_are_known(position, losses)
-            sums = self._accumulator.add(row, position, losses)
-            optimised = [register for register in losses if register in shares]
-            return BatchLosses(
-                [losses[register] for register in optimised],
-                [shares[register] for register in optimised],
-                [sums[register] for register in optimised],
-            )
-
-        return compute
-
-    def _shares(self, items: list[int]) -> dict[str, float]:
+    def _loss_scales(self, items: list[int]) -> dict[str, float]:
         """Return, for each optimised register, the factor of one item's loss in the step's loss."""
         is_mean = self._settings.loss_reduction == "mean"
         scale = self._engine.loss_scale
@@ -192,24 +185,6 @@ class TrainingStage:
             for register, count in zip(self._experiment.settings.loss_registers, items, strict=True)
             if register.optimize and count
         }
-
-    def _num_items(self, batches: list[BatchRef]) -> list[int]:
-        """Return how many items of all ranks each register gets in a step."""
-        items: dict[str, int] = {}
-        for ref in batches:
-            items[ref.shape.dataset] = items.get(ref.shape.dataset, 0) + ref.num_items
-        return [sum(items.get(dataset, 0) for dataset in datasets) for datasets in self._fed_by]
-
-    def _after_step(self, epoch: int, index: int, items: list[int], outcome: StepOutcome) -> None:
-        self._pending.append(items)
-        if len(self._pending) == self._rows:
-            self.flush()
-        for scheduler in self._schedulers:
-            scheduler.after_train_step(index + 1)
-        if self._looks_at_steps:
-            seed_generators(self._settings.seed, "after", epoch, index)
-            self._weighter.after_train_step(self._records.losses)
-        self._count_skipped(epoch, index, outcome)
 
     def _count_skipped(self, epoch: int, index: int, outcome: StepOutcome) -> None:
         """Abort when too many steps in a row were skipped; a gradient that fp16 cannot hold does not count."""
@@ -230,9 +205,3 @@ class TrainingStage:
             for row, items in zip(totals, self._pending, strict=True):
                 self._records.add_step_losses(row, items)
             self._pending.clear()
-
-
-def _overrides(component: Any, method: str) -> bool:
-    """Return whether a component does anything in a method that its base class leaves empty."""
-    own = getattr(type(component), method, None)
-    return own is not None and own is not getattr(BaseLossWeighter, method)

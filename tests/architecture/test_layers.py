@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors"},
     {"paths", "progress"},
+    {"command_lines"},
     {"arguments"},
     {"system"},
     {"distributed"},

@@ -10,9 +10,8 @@ from typing import TypeVar
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.store.changes import Changes
 from pipeline.store.manifest import MANIFEST_FILE, Manifest, State, sealed_json
-from pipeline.store.store import ResultsStore
+from pipeline.store.store import BegunCommit, ResultsStore
 from pipeline.system.disk import bytes_writer
 from tests.crash.test_store import POWER_CUTS, cut_everywhere, kill_everywhere
 from tests.support.faults import PowerCutDisk
@@ -30,28 +29,28 @@ def tmp_path() -> Iterator[Path]:
 class CommitsBeforeWriting(ResultsStore):
     """Names the new generation before its files are in place."""
 
-    def _complete(self, changes: Changes, manifest: Manifest, staging: Path, kept: list[Manifest]) -> None:
-        self._replace_state(manifest)
-        super()._complete(changes, manifest, staging, kept)
+    def complete(self, begun: BegunCommit) -> None:
+        self._replace_state(begun.manifest)
+        super().complete(begun)
 
 
 class DeletesBeforeWriting(ResultsStore):
     """Makes room by removing what the last commit still needs."""
 
-    def _complete(self, changes: Changes, manifest: Manifest, staging: Path, kept: list[Manifest]) -> None:
+    def complete(self, begun: BegunCommit) -> None:
         for entry in self.current.files.values():
             self._disk.remove(self._generations.stored(entry))
-        super()._complete(changes, manifest, staging, kept)
+        super().complete(begun)
 
 
 class WritesInPlace(ResultsStore):
     """Overwrites the weights of the last commit instead of writing new files."""
 
-    def _complete(self, changes: Changes, manifest: Manifest, staging: Path, kept: list[Manifest]) -> None:
+    def complete(self, begun: BegunCommit) -> None:
         for entry in self.current.files.values():
             path = self._generations.stored(entry)
             self._disk.perform("write", path, lambda path=path: path.write_bytes(b"half of it"))
-        super()._complete(changes, manifest, staging, kept)
+        super().complete(begun)
 
 
 class ForgetsToTidy(ResultsStore):
@@ -67,9 +66,9 @@ class ForgetsToTidy(ResultsStore):
 class SealsWrongly(ResultsStore):
     """Writes digests down that do not belong to the files."""
 
-    def _stage(self, changes: Changes, manifest: Manifest, staging: Path) -> Manifest:
-        staged = super()._stage(changes, manifest, staging)
-        (staging / "pools/last/m.pt").write_bytes(b"something else")
+    def _stage(self, begun: BegunCommit) -> Manifest:
+        staged = super()._stage(begun)
+        (begun.staging / "pools/last/m.pt").write_bytes(b"something else")
         return staged
 
 
@@ -106,17 +105,15 @@ def test_missing_sync_is_caught_by_power_cuts(tmp_path: Path, flaw: type[PowerCu
 def test_store_that_does_not_sync_its_folders_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving out any single kind of folder sync of a commit loses a promised commit in some power cut."""
 
-    def renamed_without_sync(
-        self: ResultsStore, changes: Changes, manifest: Manifest, staging: Path, kept: list[Manifest]
-    ) -> None:
-        manifest = self._stage(changes, manifest, staging)
-        self._disk.write(staging / MANIFEST_FILE, bytes_writer(sealed_json(manifest.as_json())))
-        self._disk.rename(staging, self._paths.generations / str(manifest.generation))
+    def renamed_without_sync(self: ResultsStore, begun: BegunCommit) -> None:
+        manifest = self._stage(begun)
+        self._disk.write(begun.staging / MANIFEST_FILE, bytes_writer(sealed_json(manifest.as_json())))
+        self._disk.rename(begun.staging, self._paths.generations / str(manifest.generation))
         self._replace_state(manifest)
-        self._next, self.current, self._older = self._next + 1, manifest, kept
+        self._next, self.current, self._older = self._next + 1, manifest, begun.kept
 
     class Careless(ResultsStore):
-        _complete = renamed_without_sync
+        complete = renamed_without_sync
 
     with pytest.raises((AssertionError, PipelineError)):
         cut_everywhere(tmp_path, POWER_CUTS, Careless)

@@ -250,24 +250,24 @@ def test_results_that_vanish_while_a_commit_is_written_are_told(paths: Experimen
     """Whatever the commit was about to read or write, the sentence says that the folder has gone."""
     store = opened(paths)
     store.recover(is_needed)
-    complete = store.begin(changes(7), Progress(TRAINING, 7), {})
+    begun = store.begin(changes(7), Progress(TRAINING, 7), {})
     paths.results.rename(paths.home / "gone")
     with pytest.raises(PipelineError, match="has vanished"):
-        complete()
+        store.complete(begun)
 
 
 def test_saved_files_that_cannot_be_read_are_told(paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """An I/O error while the files of a component are digested stops the run with the last commit intact."""
     store = opened(paths)
     store.recover(is_needed)
-    complete = store.begin(changes(7), Progress(TRAINING, 7), {})
+    begun = store.begin(changes(7), Progress(TRAINING, 7), {})
 
     def failing(path: Path) -> object:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("pipeline.system.disk.Digest.of", failing)
     with pytest.raises(PipelineError, match=r"could not be completed.*The last commit is intact"):
-        complete()
+        store.complete(begun)
 
 
 def test_pools_share_storage(paths: ExperimentPaths) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitoring.start_outcomes import outcomes
+from pipeline.monitoring.experiment_state import read_overview
 from pipeline.paths import ExperimentPaths
 from tests.crash.experiment import check_same, committed, prepare
 from tests.support.machines import Machines
@@ -28,8 +28,9 @@ def test_machines_that_lose_each_other_both_end_and_lose_nothing(
         assert all(agent.wait() != 0 for agent in agents), machines.said()
         for agent, other in zip(agents, reversed(machines.names), strict=True):
             assert f"Machine {other} has not answered for 12 seconds" in agent.text()
-    (start,) = outcomes(ExperimentPaths(home, "tiny"))
-    assert start["outcome"] == "failed"
-    assert "has not answered" in start["errors"][0]["error"]
+    overview = read_overview(ExperimentPaths(home, "tiny"))
+    assert len(overview.experiment.starts) == 1
+    assert overview.ended.outcome == "failed"
+    assert "has not answered" in overview.ended.errors[0].error
     assert run_process(home, "--auto", nproc=2).returncode == 0
     check_same(undisturbed(2), home)

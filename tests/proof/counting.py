@@ -19,8 +19,8 @@ import torch
 
 from pipeline.arguments import parse_arguments
 from pipeline.session import TrainingSession
-from pipeline.training.engines.base import GradientEngine, StepOutcome
-from pipeline.training.step_observer import StepObserver
+from pipeline.training.engines.base import GradientEngine
+from pipeline.training.step import StepObserver, StepOutcome
 from pipeline.worker import run_worker
 from tests.proof.experiments import deep_model
 
@@ -96,13 +96,14 @@ class CountingObserver(StepObserver):
 
     def watch_loading(self, engine: GradientEngine) -> None:
         """Ask the device, whenever a batch is loaded ahead, whether it still works."""
-        use_wait = engine._use_wait
+        prefetch = engine._prefetch
 
-        def ask_and_use() -> None:
-            self._was_busy = not torch.accelerator.current_stream().query()
-            use_wait()
+        def ask_and_prefetch(*, while_device_works: bool) -> None:
+            if while_device_works:
+                self._was_busy = not torch.accelerator.current_stream().query()
+            prefetch(while_device_works=while_device_works)
 
-        engine._use_wait = ask_and_use  # type: ignore[method-assign]
+        engine._prefetch = ask_and_prefetch  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> int:

@@ -168,8 +168,8 @@ def test_refused_resume_is_one_message_and_no_trace(begun: Path, name: str) -> N
     assert not (begun / "canary").exists()
 
 
-def test_refused_resume_under_torchrun_is_told_once(begun: Path) -> None:
-    """All processes read the file; one speaks."""
+def test_refused_resume_under_torchrun_is_reported_once(begun: Path) -> None:
+    """All processes read the file; rank 0 alone reports it."""
     replace_committed(begun, "module_ckps/last/trunk.pt", malicious)
     done = run_process(begun, "--resume", nproc=2)
     assert done.returncode == 1
@@ -177,7 +177,7 @@ def test_refused_resume_under_torchrun_is_told_once(begun: Path) -> None:
     assert not (begun / "canary").exists()
 
 
-def test_columns_that_are_not_those_recorded_are_told(begun: Path) -> None:
+def test_columns_that_are_not_those_recorded_are_reported(begun: Path) -> None:
     """A record file that is safe to read but lacks a column is damage, not a crash."""
     replace_committed(begun, "lr_data/heads/step_data_1.npz", lambda path, canary: np.savez(path, steps=np.ones(2)))
     check_refused(begun, "'grad_norms' is missing")
@@ -218,7 +218,7 @@ def test_pool_of_another_experiment_that_means_harm_is_refused(begun: Path, harm
 
 
 def test_refused_weight_file_is_one_message_and_no_trace(tmp_path: Path) -> None:
-    """On the terminal the file and the pymodule that names it are told, with exit code 2."""
+    """On the terminal the file and the pymodule that names it are reported, with exit code 2."""
     write_experiment(tmp_path, files=module_from({"load_weights_from_ckp": {"ckp_name": "head"}}))
     (tmp_path / "module_ckps").mkdir()
     malicious(tmp_path / "module_ckps/head.pt", tmp_path / "canary")
@@ -246,8 +246,8 @@ def test_weight_file_that_is_no_file_does_not_hang(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("value", [7, {"weight": 1}, [1]])
-def test_weights_of_another_kind_are_told(tmp_path: Path, value: Any) -> None:
-    """A harmless file that holds no tensors is told as what it is."""
+def test_weights_of_another_kind_are_reported(tmp_path: Path, value: Any) -> None:
+    """A harmless file that holds no tensors is reported as what it is."""
     write_experiment(tmp_path, files=module_from({"load_weights_from_ckp": {"ckp_name": "head.pt"}}))
     (tmp_path / "module_ckps").mkdir()
     torch.save({"weight": value, "bias": torch.ones(1)}, tmp_path / "module_ckps/head.pt")

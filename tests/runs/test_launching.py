@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitoring.experiment_state import LIVE, NEW, state_of
-from pipeline.monitoring.overview import describe
+from pipeline.monitoring.experiment_state import LIVE, NEW, read_experiment_state, read_overview, state_of
 from pipeline.paths import ExperimentPaths
 from pipeline.store.compare import first_difference
 from tests.support.experiments import write_experiment
@@ -59,12 +58,12 @@ def test_run_in_the_background_is_followed_and_stopped(home: Path) -> None:
     verb(home, "run", "slow", "--nproc", "2", "--detach")
     assert state_of(paths) in LIVE
     limit = time.monotonic() + SECONDS
-    while describe(paths).get("progress", {}).get("epoch", 0) < 1:
+    while getattr(read_experiment_state(paths).status.progress, "epoch", 0) < 1:
         assert time.monotonic() < limit, paths.launcher_log.read_text()
         time.sleep(0.2)
     assert "asked to stop" in verb(home, "stop", "slow", "--wait").stdout
     assert "stopped at" in verb(home, "logs", "slow").stdout
-    assert describe(paths)["ended"]["outcome"] == "stopped"
+    assert read_overview(paths).ended.outcome == "stopped"
 
 
 ENDLESS = """
@@ -113,7 +112,7 @@ def test_experiments_side_by_side_do_not_disturb_each_other(home: Path) -> None:
         assert [first.wait(), other.wait()] == [0, 0], first.text() + other.text()
     wait_until_over(*launched)
     assert [state_of(paths) for paths in launched] == ["finished", "finished", "unfinished"]
-    assert "no such column" in describe(broken)["ended"]["errors"][0]["error"]
+    assert "no such column" in read_overview(broken).ended.errors[0].error
     assert run_process(home, name="alone", nproc=2).returncode == 0
     alone, *by_hand = (ExperimentPaths(home, name) for name in ("alone", "by_hand", "by_hand_too"))
     assert [first_difference(alone.data, paths.data) for paths in (tiny, second, *by_hand)] == [None] * 4

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.command_lines import run_line, verb_line
 from tests.runs.test_stopping import step_of
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import BackgroundRun, run_inside, run_process
@@ -72,7 +73,7 @@ def test_all_that_is_wrong_with_an_experiment_is_listed_at_once(home: Path) -> N
 def test_unfinished_results_are_told_with_both_commands(home: Path) -> None:
     """Where it stands, and the lines that continue it or start it again, with the same number of processes."""
     run_inside(home, "--stop-after-epoch", "1")
-    line = f"torchrun --nproc-per-node=2 training_pipeline.py tiny --data-home {home}"
+    line = run_line("tiny", home, num_processes=2)
     said = ["it stands at epoch 2, training, step 0.", f"continue:    {line} --resume", f"again: {line} --reset"]
     check_refused(home, code=3, said=said)
 
@@ -160,7 +161,7 @@ def test_live_run_is_told_with_its_owner(home: Path) -> None:
         assert run.process.poll() is None
     who = f"held by pid {owner['pid']} on host {owner['host']}, job 77, since {owner['started']}."
     assert done.stderr.count(who) == 1
-    assert f"python -m pipeline stop tiny --data-home {home}" in done.stderr
+    assert verb_line("stop", "tiny", home) in done.stderr
     assert "exitcode  : 3 " in done.stderr
 
 

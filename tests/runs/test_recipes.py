@@ -1,4 +1,4 @@
-"""The recipes do what they say: every snippet of a page is run, in order, in an empty data home."""
+"""The recipes and the tutorial do what they say: every snippet of a page is run, in order, in an empty data home."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from tests.support.markdown import DOCS, ROOT, Snippet, snippets
 from tests.support.running import environment
 
-RECIPES = DOCS / "recipes"
-NAMES = sorted(page.stem for page in RECIPES.glob("*.md"))
+PAGES = sorted([*(DOCS / "how_to/recipes").glob("*.md"), *(DOCS / "tutorial").glob("*.md")])
 
 
 def run_script(script: str, home: Path) -> str:
@@ -68,10 +67,10 @@ def follow(page: Path, home: Path) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_recipe_works_as_written(name: str, launching_home: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_recipe_works_as_written(page: Path, launching_home: Path) -> None:
     """Whoever follows a page word by word gets to its end and sees what it shows."""
-    follow(RECIPES / f"{name}.md", launching_home)
+    follow(page, launching_home)
 
 
 def test_shown_output_may_differ_in_numbers_only() -> None:

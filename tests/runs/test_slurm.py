@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pipeline.lifecycle.starts import read_starts
-from pipeline.monitoring.experiment_state import LIVE, state_of
-from pipeline.monitoring.overview import describe
+from pipeline.monitoring.experiment_state import LIVE, read_experiment_state, read_overview, state_of
 from pipeline.paths import ExperimentPaths, pool_file
 from pipeline.store.compare import first_difference, read_any
 from pipeline.store.lock import read_owner
@@ -82,7 +81,7 @@ def write_slow(home: Path, name: str, lives: int, seconds: float) -> ExperimentP
 
 def wait_for_step(slurm: Cluster, paths: ExperimentPaths) -> None:
     """Wait until a run has committed a step of its first epoch."""
-    slurm.wait_for(lambda: (describe(paths)["committed"] or {}).get("step", 0) > 0)
+    slurm.wait_for(lambda: getattr(read_experiment_state(paths).results.progress, "step", 0) > 0)
 
 
 def wait_until_over(slurm: Cluster, *everyone: ExperimentPaths) -> None:
@@ -167,7 +166,7 @@ def test_second_stage_is_given_up_with_the_first(slurm: Cluster, tmp_path: Path)
     assert call(tmp_path, "slurm", "first", "then", "second", "--time", "10", "--submit") == 0
     wait_until_over(slurm, first, second)
     assert num_lives(first) == 1
-    assert "no such column" in describe(first)["ended"]["errors"][0]["error"]
+    assert "no such column" in read_overview(first).ended.errors[0].error
     assert "unfinished; not requeued" in first.launcher_log.read_text()
     assert state_of(second) == "new"
 
@@ -194,7 +193,7 @@ def test_cancelled_job_stays_away(slurm: Cluster, tmp_path: Path) -> None:
     wait_for_step(slurm, paths)
     slurm.ask("scancel", job_of(paths))
     wait_until_over(slurm, paths)
-    assert describe(paths)["ended"]["outcome"] == "stopped"
+    assert read_overview(paths).ended.outcome == "stopped"
     assert state_of(paths) == "unfinished"
 
 

@@ -20,7 +20,7 @@ from pipeline.serialization.png import size_of
 from pipeline.store.compare import first_difference, read_any
 from pipeline.store.store import is_settled
 from pipeline.system.disk import Disk
-from pipeline.tracking.mlflow import DATABASE, _database
+from pipeline.tracking.mlflow import DATABASE, local_database
 from tests.crash.campaign import survive_kills
 from tests.crash.experiment import EVERY_STEPS, NUM_EPOCHS, SEED
 from tests.crash.experiment import EXPERIMENT as KILLED_EXPERIMENT
@@ -93,7 +93,7 @@ def check_mirrors(home: Path, num_epochs: int, num_pictures: int) -> None:
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database, which takes MLflow seconds to make."""
     folder = tmp_path_factory.mktemp("mlflow")
-    _database(folder)
+    local_database(folder)
     return folder / DATABASE
 
 

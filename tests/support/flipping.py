@@ -20,7 +20,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.run import run
 from pipeline.session import TrainingSession
-from pipeline.training.step_observer import StepObserver
+from pipeline.training.step import StepObserver
 from pipeline.worker import exit_now
 from tests.support.experiments import write_experiment
 
@@ -77,11 +77,13 @@ def flip_flags_everywhere(session: TrainingSession) -> None:
 
 def flip_scheduler(session: TrainingSession) -> None:
     """The warm-up is over by then, so that the rates do not show it: only what is saved does."""
-    session.experiment.schedulers["trunk"].full_rates[0] *= 1 + 2**-52
+    scheduler: Any = session.experiment.schedulers["trunk"]
+    scheduler.full_rates[0] *= 1 + 2**-52
 
 
 def flip_weighter(session: TrainingSession) -> None:
-    session.experiment.components.loss_weighter.averages["loss_a"] *= 1 + 2**-50
+    weighter: Any = session.experiment.components.loss_weighter
+    weighter.averages["loss_a"] *= 1 + 2**-50
 
 
 WHOLE: dict[str, Callable[[TrainingSession], None]] = {

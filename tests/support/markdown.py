@@ -29,43 +29,58 @@ class Section(NamedTuple):
     body: str
 
     def snippets(self, language: str) -> list[str]:
-        return [found[2] for found in _SNIPPET.finditer(self.body) if found[1] == language]
+        return [match[2] for match in _SNIPPET.finditer(self.body) if match[1] == language]
 
     def rows(self) -> list[list[str]]:
         """Return the cells of every table row whose first cell is code."""
-        rows = [line.strip("|").split(" | ") for line in self.body.splitlines() if line.startswith("| `")]
-        return [[cell.strip() for cell in row] for row in rows]
+        return [_cells(line) for line in self.body.splitlines() if line.startswith("| `")]
 
 
 def sections(page: Path) -> list[Section]:
-    """Split a page at its headings; lines inside snippets are no headings."""
-    found: list[tuple[str, list[str]]] = [("", [])]
+    """Split a page at its headings; lines inside snippets are not headings."""
+    parts: list[tuple[str, list[str]]] = [("", [])]
     is_code = False
     for line in page.read_text().splitlines(keepends=True):
         is_code ^= line.startswith("```")
         if line.startswith("#") and not is_code:
-            found.append((line.lstrip("#").strip(), []))
+            parts.append((line.lstrip("#").strip(), []))
         else:
-            found[-1][1].append(line)
-    return [Section(heading, "".join(lines)) for heading, lines in found]
+            parts[-1][1].append(line)
+    return [Section(heading, "".join(lines)) for heading, lines in parts]
 
 
 def section(page: Path, heading: str) -> Section:
-    return next(one for one in sections(page) if one.heading == heading)
+    return next(part for part in sections(page) if part.heading == heading)
+
+
+def table_rows(page: Path) -> Iterator[dict[str, str]]:
+    """Yield every row of every table of a page, its cells by the headings of their columns."""
+    headings: list[str] = []
+    for line in page.read_text().splitlines():
+        if not line.startswith("|"):
+            headings = []
+        elif not headings:
+            headings = _cells(line)
+        elif not line.startswith("|---"):
+            yield dict(zip(headings, _cells(line), strict=False))
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split(" | ")]
 
 
 def snippets(page: Path) -> Iterator[Snippet]:
     """Yield all snippets of a page in order."""
     text = page.read_text()
-    for found in _SNIPPET.finditer(text):
-        yield Snippet(found[1], found[2], _file_of(found[2], text[: found.start()]))
+    for match in _SNIPPET.finditer(text):
+        yield Snippet(match[1], match[2], _file_of(match[2], text[: match.start()]))
 
 
-def _file_of(snippet: str, before: str) -> str:
+def _file_of(snippet: str, text_before: str) -> str:
     """Return the path in a snippet's first line, or else the one that ends the sentence right before it."""
-    own = re.match(r"# (\S+\.py)\n", snippet)
-    told = re.search(r"`(\S+\.json)`:\n+$", before)
-    return own[1] if own else told[1] if told else ""
+    in_snippet = re.match(r"# (\S+\.py)\n", snippet)
+    in_sentence = re.search(r"`(\S+\.json)`:\n+$", text_before)
+    return in_snippet[1] if in_snippet else in_sentence[1] if in_sentence else ""
 
 
 def commands(script: str) -> Iterator[list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import AdamW
 
-from pipeline.checkpoint.shards import targets_beside, targets_in
+from pipeline.checkpoint.snapshots import target_in
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.pymodules.definitions import ModuleDefinition
 from pipeline.experiment.settings.settings import TrainingSettings
@@ -30,8 +30,8 @@ def reshard(data: Path, target: Path, processes: Processes) -> None:
     if mesh is not None:
         shard_module(ModuleDefinition(module), mesh)
     optimizer = AdamW([{"name": "trunk", "params": module.parameters()}])
-    module.load_state_dict(load_shards(data / "module_ckps/last/trunk", targets_in(module)))
-    optimizer.load_state_dict(load_shards(data / "optim_ckps/trunk", targets_beside(optimizer)))
+    module.load_state_dict(load_shards(data / "module_ckps/last/trunk", target_in(module)))
+    optimizer.load_state_dict(load_shards(data / "optim_ckps/trunk", target_in(optimizer)))
     states = {"module_ckps/last/trunk": module.state_dict(), "optim_ckps/trunk": optimizer.state_dict()}
     save_shards({target / path: state for path, state in states.items()}, processes)
 

@@ -18,7 +18,7 @@ LOGGING: dict[str, Any] = {
 }
 DOCUMENTED_TRACKER = re.findall(
     r"^```python\n(.*?)^```$",
-    (Path(__file__).parents[2] / "docs/pymodules/trackers.md").read_text(),
+    (Path(__file__).parents[2] / "docs/reference/pymodules/trackers.md").read_text(),
     re.MULTILINE | re.DOTALL,
 )[0]
 OWN_TRACKER = """

@@ -48,7 +48,7 @@ def test_one_problem_is_counted_in_the_singular() -> None:
 
 
 def test_usage_error_shows_sentence_and_fix() -> None:
-    """A wrong command line is told without a list around it."""
+    """A wrong command line is reported without a list around it."""
     assert str(UsageError("No such thing.", "make one")) == "No such thing.\n  fix: make one"
 
 

@@ -148,7 +148,7 @@ def test_hidden_folders_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_results_are_listed_by_their_state_file(tmp_path: Path) -> None:
-    """A folder without a state file is nobody's results."""
+    """A folder without a state file holds no results."""
     for name in ("done", "empty"):
         (tmp_path / "experiment_results" / name).mkdir(parents=True)
     (tmp_path / "experiment_results" / "done" / "state.json").touch()

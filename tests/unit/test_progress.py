@@ -46,7 +46,7 @@ def test_progress_survives_json(progress: Progress) -> None:
 
 
 def test_progress_never_changes() -> None:
-    """A place is a value: nobody can move an experiment by accident."""
+    """A place is a value: an experiment cannot be moved by accident."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Progress().epoch = 1  # type: ignore[misc]
 
@@ -60,7 +60,7 @@ def test_progress_never_changes() -> None:
     ],
 )
 def test_progress_reads_as_words(progress: Progress, text: str) -> None:
-    """A refusal tells where an experiment stands in words."""
+    """A refusal says in words where an experiment stands."""
     assert str(progress) == text
 
 

@@ -15,6 +15,7 @@ BASES: dict[str, type] = {
     "checkpoint_saver": components.BaseCheckpointSaver,
     "early_stopper": components.BaseEarlyStopper,
     "loss_weighter": components.BaseLossWeighter,
+    "scheduler": components.BaseScheduler,
     "tracker": components.BaseTracker,
 }
 _OPTIONAL_METHODS = ("getitem_metadata", "publish_images")

@@ -25,7 +25,10 @@ from pipeline.experiment.pymodules.definitions import (
     OptimSched,
     WeightSource,
 )
+from pipeline.experiment.pymodules.user_code import place_of
 
+# What is known of an author's value before its contract was checked: nothing.
+AuthorValue = Any
 _UNSAFE_LOADER_ARGUMENTS = {
     "shuffle": "the epoch's plan shuffles",
     "sampler": "the epoch's plan chooses the points",
@@ -36,12 +39,24 @@ _UNSAFE_LOADER_ARGUMENTS = {
     "collate_fn": "define collate_fn in the same file",
     "dataset": "the dataset of the same name is used",
 }
+_LOADER_ARGUMENT_MINIMA = {"batch_size": 1, "num_workers": 0, "point_size": 1, "prefetch_factor": 1}
 _LOADER_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
     "pin_memory": (bool,),
     "persistent_workers": (bool,),
     "timeout": (int, float),
 }
-_MODULE_SETTING_TYPES = {"frozen": bool, "compile": bool, "strict": bool, "strip_prefix": str, "key_map": dict}
+_WEIGHT_SETTING_TYPES = {"strict": bool, "strip_prefix": str, "key_map": dict}
+_MODULE_SETTING_TYPES = {"frozen": bool, "compile": bool, **_WEIGHT_SETTING_TYPES}
+_MODULE_SETTINGS = (
+    "frozen",
+    "compile",
+    "load_weights_from_ckp",
+    "load_weights_from_exp",
+    "strict",
+    "strip_prefix",
+    "key_map",
+    "shard",
+)
 
 
 class ContractReader:
@@ -54,245 +69,238 @@ class ContractReader:
 
     def read(self) -> Components:
         """Return the components; meaningful only if no problems were found."""
+        files = self._files
         return Components(
-            datasets=self._family("datasets", self._dataset),
-            data_counters=self._family("data_counters", self._data_counter),
-            data_transforms=self._family("data_transforms", self._data_transforms),
-            dataloaders=self._family("dataloaders", self._data_loading),
-            modules=self._family("modules", self._module),
-            module_transforms=self._family("module_transforms", self._module_transform),
-            optim_sched=self._family("optim_sched", self._optim_sched),
-            checkpoint_saver=self._single("checkpoint_saver"),
-            early_stopper=self._single("early_stopper"),
-            loss_weighter=self._single("loss_weighter"),
-            trackers=self._family("trackers", self._tracker),
+            datasets={name: self._read_object(module, "dataset") for name, module in files["datasets"].items()},
+            data_counters={
+                name: DataCounter(self._read_object(module, "data_counter"), self._read_names(module, "dataset_names"))
+                for name, module in files["data_counters"].items()
+            },
+            data_transforms={
+                name: DataTransforms(
+                    self._create_transform(module, "TrainDataTransform"),
+                    self._create_transform(module, "EvalDataTransform"),
+                )
+                for name, module in files["data_transforms"].items()
+            },
+            dataloaders={name: self._read_loading(module) for name, module in files["dataloaders"].items()},
+            modules={name: self._read_module(module) for name, module in files["modules"].items()},
+            module_transforms={
+                name: self._read_module_transform(module) for name, module in files["module_transforms"].items()
+            },
+            optim_sched={name: self._read_optim_sched(module) for name, module in files["optim_sched"].items()},
+            checkpoint_saver=self._read_single("checkpoint_saver"),
+            early_stopper=self._read_single("early_stopper"),
+            loss_weighter=self._read_single("loss_weighter"),
+            trackers={name: self._read_object(module, "tracker") for name, module in files["trackers"].items()},
         )
 
-    def _family(self, family: str, read: Callable[[ModuleType], Any]) -> dict[str, Any]:
-        return {name: read(module) for name, module in self._files[family].items()}
-
-    def _single(self, name: str) -> Any:
-        module = self._files[""].get(name)
-        return None if module is None else self._object(module, name)
-
-    def _dataset(self, module: ModuleType) -> Any:
-        return self._object(module, "dataset")
-
-    def _data_counter(self, module: ModuleType) -> DataCounter:
-        counter = self._object(module, "data_counter")
-        return DataCounter(counter, self._names(module, "dataset_names"))
-
-    def _data_transforms(self, module: ModuleType) -> DataTransforms:
-        return DataTransforms(
-            self._transform(module, "TrainDataTransform"), self._transform(module, "EvalDataTransform")
-        )
-
-    def _transform(self, module: ModuleType, name: str) -> Any:
+    def _create_transform(self, module: ModuleType, name: str) -> AuthorValue:
         create = self._get(module, name)
         if create is None:
             return None
         try:
             transform = create()
         except (Exception, SystemExit) as error:
-            return self._broken(module, name, f"must be creatable without arguments, but raises {error!r}")
+            self._report(module, name, f"must be creatable without arguments, but raises {error!r}")
+            return None
         self._check_methods(module, name, transform)
         return transform
 
-    def _data_loading(self, module: ModuleType) -> DataLoading:
+    def _read_loading(self, module: ModuleType) -> DataLoading:
         collate = getattr(module, "collate_fn", default_collate)
         if not callable(collate):
-            self._broken(module, "collate_fn", f"must be a function of a list of points, but is {collate!r}")
+            self._report(module, "collate_fn", f"must be a function of a list of points, but is {collate!r}")
         return DataLoading(
-            self._loader_arguments(module, "train_dataloader_args"),
-            self._loader_arguments(module, "eval_dataloader_args"),
+            self._read_loader_arguments(module, "train_dataloader_args"),
+            self._read_loader_arguments(module, "eval_dataloader_args"),
             collate,
         )
 
-    def _loader_arguments(self, module: ModuleType, name: str) -> Any:
+    def _read_loader_arguments(self, module: ModuleType, name: str) -> LoaderArguments:
+        # Where the arguments are wrong, nothing is loaded: the problem is raised before.
+        unusable = LoaderArguments(batch_size=1)
         given = self._get(module, name)
+        if given is None:
+            return unusable
         if not isinstance(given, Mapping):
-            return self._broken(module, name, f"must be a dict, but is {given!r}") if given is not None else given
-        known = [entry.name for entry in fields(LoaderArguments)]
+            self._report(module, name, f"must be a dict, but is {given!r}")
+            return unusable
+        known = [argument.name for argument in fields(LoaderArguments)]
         for key in sorted(set(given) - set(known), key=str):
-            reason = _UNSAFE_LOADER_ARGUMENTS.get(key)
-            what = f"is not allowed: {reason}" if reason else f"is unknown; allowed are {', '.join(known)}."
-            self._broken(module, f"{name}[{key!r}]", what + ("" if reason else nearest(key, known)))
-        for key, least in {"batch_size": 1, "num_workers": 0, "point_size": 1, "prefetch_factor": 1}.items():
-            value = given.get(key, least)
+            if reason := _UNSAFE_LOADER_ARGUMENTS.get(key):
+                what = f"is not allowed: {reason}"
+            else:
+                what = f"is unknown; allowed are {', '.join(known)}.{nearest(str(key), known)}"
+            self._report(module, f"{name}[{key!r}]", what)
+        for key, minimum in _LOADER_ARGUMENT_MINIMA.items():
+            value = given.get(key, minimum)
             if value is None and key == "prefetch_factor":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                self._broken(module, f"{name}[{key!r}]", f"must be an integer of {least} or more, but is {value!r}")
+            # In Python, True is an integer.
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                self._report(module, f"{name}[{key!r}]", f"must be an integer of {minimum} or more, but is {value!r}")
         for key, kinds in _LOADER_ARGUMENT_TYPES.items():
             if key in given and not isinstance(given[key], kinds):
-                self._broken(module, f"{name}[{key!r}]", f"has a wrong type: {given[key]!r}")
+                self._report(module, f"{name}[{key!r}]", f"has a wrong type: {given[key]!r}")
         if isinstance(given.get("timeout"), (int, float)) and given["timeout"] < 0:
-            self._broken(module, f"{name}['timeout']", f"must be 0 or more, but is {given['timeout']!r}")
+            self._report(module, f"{name}['timeout']", f"must be 0 or more, but is {given['timeout']!r}")
         if given.get("multiprocessing_context") not in (None, "fork"):
-            self._broken(
-                module, f"{name}['multiprocessing_context']", "must be 'fork': workers share imported pymodules"
-            )
+            what = "must be 'fork': workers share imported pymodules"
+            self._report(module, f"{name}['multiprocessing_context']", what)
         if "batch_size" not in given:
-            return self._broken(module, f"{name}['batch_size']", "is missing")
+            self._report(module, f"{name}['batch_size']", "is missing")
+            return unusable
         return LoaderArguments(**{key: given[key] for key in known if key in given})
 
-    def _module(self, module: ModuleType) -> ModuleDefinition:
+    def _read_module(self, module: ModuleType) -> ModuleDefinition:
         network = self._get(module, "module")
         if network is not None and not isinstance(network, nn.Module):
-            self._broken(module, "module", f"must be a torch.nn.Module, but is {network!r}")
+            self._report(module, "module", f"must be a torch.nn.Module, but is {network!r}")
         given = self._get(module, "settings")
         if not isinstance(given, Mapping):
-            given = {} if given is None else self._broken(module, "settings", f"must be a dict, but is {given!r}") or {}
-        known = [
-            "frozen",
-            "compile",
-            "load_weights_from_ckp",
-            "load_weights_from_exp",
-            "strict",
-            "strip_prefix",
-            "key_map",
-            "shard",
-        ]
-        for key in sorted(set(given) - set(known), key=str):
-            self._broken(
-                module, f"settings[{key!r}]", f"is unknown; allowed are {', '.join(known)}.{nearest(key, known)}"
-            )
+            if given is not None:
+                self._report(module, "settings", f"must be a dict, but is {given!r}")
+            given = {}
+        for key in sorted(set(given) - set(_MODULE_SETTINGS), key=str):
+            what = f"is unknown; allowed are {', '.join(_MODULE_SETTINGS)}.{nearest(str(key), _MODULE_SETTINGS)}"
+            self._report(module, f"settings[{key!r}]", what)
         for key, kind in _MODULE_SETTING_TYPES.items():
             if key in given and not isinstance(given[key], kind):
-                self._broken(module, f"settings[{key!r}]", f"must be of type {kind.__name__}, but is {given[key]!r}")
-        frozen = bool(given.get("frozen", False))
-        compiled = bool(given.get("compile", False))
+                self._report(module, f"settings[{key!r}]", f"must be of type {kind.__name__}, but is {given[key]!r}")
+        # None and an empty list differ: a frozen module is sharded only where its author asks for it.
+        patterns = given.get("shard")
+        if patterns is not None and not _is_list_of_names(patterns):
+            what = f"must be a list of names of submodules, in which * stands for anything, but is {patterns!r}"
+            self._report(module, "settings['shard']", what)
+            patterns = None
         return ModuleDefinition(
-            network, frozen, compiled, self._weight_source(module, given), self._shard_patterns(module, given)
+            network,
+            frozen=bool(given.get("frozen", False)),
+            compile=bool(given.get("compile", False)),
+            source=self._read_weight_source(module, given),
+            shard=None if patterns is None else tuple(patterns),
         )
 
-    def _shard_patterns(self, module: ModuleType, given: Mapping[str, Any]) -> tuple[str, ...] | None:
-        patterns = given.get("shard")
-        if patterns is None:
-            return None
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, str) for one in patterns):
-            what = f"must be a list of names of submodules, in which * stands for anything, but is {patterns!r}"
-            self._broken(module, "settings['shard']", what)
-            return None
-        return tuple(patterns)
-
-    def _weight_source(self, module: ModuleType, given: Mapping[str, Any]) -> Any:
-        renaming = {key: given[key] for key in ("strict", "strip_prefix", "key_map") if key in given}
+    def _read_weight_source(self, module: ModuleType, given: Mapping[str, AuthorValue]) -> WeightSource | None:
         ckp = given.get("load_weights_from_ckp")
         exp = given.get("load_weights_from_exp")
         if ckp and exp:
-            self._broken(module, "settings", "must have load_weights_from_ckp or load_weights_from_exp, but has both")
-        needed = ["ckp_name"] if ckp else ["exp_name", "ckp_pool_name", "module_name"]
-        # A file may hold several modules.
-        optional = ["module_name"] if isinstance(ckp, Mapping) and "module_name" in ckp else []
+            self._report(module, "settings", "must have load_weights_from_ckp or load_weights_from_exp, but has both")
         source = ckp or exp
         if not source:
             return None
-        allowed = [*needed, *optional, "strict", "strip_prefix", "key_map"]
-        is_named = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in [*needed, *optional])
-        if not is_named or set(source) - set(allowed):
-            return self._broken(
-                module, "settings", f"weights must come from a dict of {', '.join(needed)}, but it is {source!r}"
-            )
+        required = ["ckp_name"] if ckp else ["exp_name", "ckp_pool_name", "module_name"]
+        names = list(required)
+        # A file may hold several modules.
+        if isinstance(ckp, Mapping) and "module_name" in ckp:
+            names.append("module_name")
+        has_names = isinstance(source, Mapping) and all(isinstance(source.get(key), str) for key in names)
+        if not has_names or set(source) - {*names, *_WEIGHT_SETTING_TYPES}:
+            what = f"weights must come from a dict of {', '.join(required)}, but it is {source!r}"
+            self._report(module, "settings", what)
+            return None
+        # How keys are renamed may stand in the settings or next to the names, which takes precedence.
+        renaming = {key: given[key] for key in _WEIGHT_SETTING_TYPES if key in given}
         return WeightSource(**{**renaming, **source})
 
-    def _module_transform(self, module: ModuleType) -> ModuleTransformDefinition:
+    def _read_module_transform(self, module: ModuleType) -> ModuleTransformDefinition:
+        # It is created once the counters have counted, so only its signatures can be checked here.
         create = self._get(module, "ModuleTransform")
         if create is not None and not takes(create, 3):
-            self._broken(
-                module, "ModuleTransform", "must be creatable as ModuleTransform(data_counters, device, logger)"
-            )
+            what = "must be creatable as ModuleTransform(data_counters, device, logger)"
+            self._report(module, "ModuleTransform", what)
         elif inspect.isclass(create) and not takes(inspect.getattr_static(create, "__call__", list), 3):
-            self._broken(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
+            self._report(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
         elif hasattr(create, "images") and not takes(create.images, 3):
-            self._broken(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
-        return ModuleTransformDefinition(create, self._names(module, "loss_registers"))
+            self._report(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
+        return ModuleTransformDefinition(create, self._read_names(module, "loss_registers"))
 
-    def _tracker(self, module: ModuleType) -> Any:
-        return self._object(module, "tracker")
-
-    def _optim_sched(self, module: ModuleType) -> OptimSched:
+    def _read_optim_sched(self, module: ModuleType) -> OptimSched:
         start = getattr(module, "scheduler_start_epoch", 1)
         if not isinstance(start, int) or start < 1:
-            self._broken(module, "scheduler_start_epoch", f"must be an integer of 1 or more, but is {start!r}")
+            self._report(module, "scheduler_start_epoch", f"must be an integer of 1 or more, but is {start!r}")
         return OptimSched(
-            self._function(module, "create_optimizer", "modules"),
-            self._function(module, "create_scheduler", "optimizer"),
+            self._read_function(module, "create_optimizer", "modules"),
+            self._read_function(module, "create_scheduler", "optimizer"),
             start,
         )
 
-    def _function(self, module: ModuleType, name: str, argument: str) -> Any:
+    def _read_function(self, module: ModuleType, name: str, argument: str) -> AuthorValue:
         function = self._get(module, name)
         if function is not None and not takes(function, 1):
-            found = f"{name}{inspect.signature(function)}" if callable(function) else repr(function)
-            self._broken(module, name, f"must be a function {name}({argument}), but is {found}")
+            actual = f"{name}{inspect.signature(function)}" if callable(function) else repr(function)
+            self._report(module, name, f"must be a function {name}({argument}), but is {actual}")
         return function
 
-    def _names(self, module: ModuleType, name: str) -> tuple[str, ...]:
+    def _read_names(self, module: ModuleType, name: str) -> tuple[str, ...]:
         value = self._get(module, name)
-        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
-            if value is not None:
-                self._broken(module, name, f"must be a list of names, but is {value!r}")
+        if value is None:
+            return ()
+        if not _is_list_of_names(value):
+            self._report(module, name, f"must be a list of names, but is {value!r}")
             return ()
         return tuple(value)
 
-    def _object(self, module: ModuleType, name: str) -> Any:
+    def _read_object(self, module: ModuleType, name: str) -> AuthorValue:
         value = self._get(module, name)
         if value is not None:
             self._check_methods(module, name, value)
         return value
 
-    def _check_methods(self, module: ModuleType, name: str, value: Any) -> None:
+    def _read_single(self, name: str) -> AuthorValue:
+        # A file that is missing was reported by the loader.
+        module = self._files[""].get(name)
+        return None if module is None else self._read_object(module, name)
+
+    def _check_methods(self, module: ModuleType, name: str, value: object) -> None:
+        """Report methods that are missing or take other arguments; inheriting from the base class is not required."""
         if inspect.isclass(value):
-            self._broken(
-                module, name, f"must be an instance, but is the class {value.__name__}; write {value.__name__}(…)"
-            )
+            what = f"must be an instance, but is the class {value.__name__}; write {value.__name__}(…)"
+            self._report(module, name, what)
             return
         required = required_methods(name)
         methods = {method: getattr(value, method, None) for method in required}
-        lacking = [f"{method}({', '.join(required[method])})" for method, one in methods.items() if not callable(one)]
+        lacking = [
+            f"{method}({', '.join(required[method])})" for method, function in methods.items() if not callable(function)
+        ]
         if lacking:
             what = f"must have the methods {', '.join(lacking)}, but {type(value).__name__} has not"
-            self._broken(
-                module, name, what, f"inherit from pipeline.components.{BASES[name].__name__}, which has them all"
-            )
+            fix = f"inherit from pipeline.components.{BASES[name].__name__}, which has them all"
+            self._report(module, name, what, fix)
         for method, function in methods.items():
             arguments = required[method]
             if callable(function) and not takes(function, len(arguments)):
-                found = f"{method}{inspect.signature(function)}"
                 must = f"must take {len(arguments)} arguments: {method}({', '.join(arguments)})"
-                self._broken(module, name, f"{found} {must}")
+                self._report(module, name, f"{method}{inspect.signature(function)} {must}")
 
-    def _get(self, module: ModuleType, name: str) -> Any:
+    def _get(self, module: ModuleType, name: str) -> AuthorValue:
+        """Return what a file defines under a name; a name without a value is reported, and gives None."""
         if not hasattr(module, name):
             defined = [word for word in vars(module) if not word.startswith("_") and word not in EXAMPLES]
-            self._broken(module, name, f"is not defined.{nearest(name, defined)}", EXAMPLES[name])
+            self._report(module, name, f"is not defined.{nearest(name, defined)}", EXAMPLES[name])
         elif getattr(module, name) is None:
-            self._broken(module, name, "must not be None")
+            self._report(module, name, "must not be None")
         return getattr(module, name, None)
 
-    def _broken(self, module: ModuleType, name: str, what: str, fix: str = "") -> Any:
+    def _report(self, module: ModuleType, name: str, what: str, fix: str = "") -> None:
         path = Path(str(module.__file__))
         self.problems.append(Problem(place_of(path, name), f"{name} {what}", fix))
         self.failed_families.add(path.parent.name)
-        return None
 
 
-def takes(function: Callable[..., Any], count: int) -> bool:
+def _is_list_of_names(value: object) -> bool:
+    # A single string is a sequence of strings too, but never meant as one.
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+
+
+def takes(function: Callable[..., object], count: int) -> bool:
     """Return whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
     except ValueError:
+        # Functions written in C may have no signature; they get the benefit of the doubt.
         return True
     return True
-
-
-def place_of(path: Path, name: str) -> str:
-    """Return ``file:line`` where a top-level name is set, or the file alone."""
-    word = name.partition("[")[0]
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-        if line.split("(")[0].split(":")[0].split("=")[0].split() in ([word], ["def", word], ["class", word]):
-            return f"{path}:{number}"
-    return str(path)

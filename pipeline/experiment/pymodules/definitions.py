@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import default_collate
+
+from pipeline.components import (
+    BaseCheckpointSaver,
+    BaseDataCounter,
+    BaseDataset,
+    BaseEarlyStopper,
+    BaseLossWeighter,
+    BaseModuleTransform,
+    BaseScheduler,
+    BaseTracker,
+)
+from pipeline.components.datasets import DataPoint
+
+# What an author's collate_fn makes of a list of points. Only the module transform knows its structure.
+Batch = Any
+
+# Base classes below stand for their contracts: an author's object need not inherit from them.
 
 
 @dataclass(frozen=True)
@@ -18,7 +38,7 @@ class LoaderArguments:
     num_workers: int = 0
     prefetch_factor: int | None = None
     point_size: int = 1
-    # None: on accelerators, where copies from page-locked memory do not block.
+    # None: pinned on accelerators, where copies from page-locked memory do not block.
     pin_memory: bool | None = None
     timeout: float = 0
     persistent_workers: bool = True
@@ -33,18 +53,18 @@ class LoaderArguments:
 class DataLoading:
     train: LoaderArguments
     eval: LoaderArguments
-    collate_fn: Callable[[list[Any]], Any] = default_collate
+    collate_fn: Callable[[list[DataPoint]], Batch] = default_collate
 
 
 @dataclass(frozen=True)
 class DataTransforms:
-    train: Callable[[Any], Any]
-    eval: Callable[[Any], Any]
+    train: Callable[[DataPoint], DataPoint | None]
+    eval: Callable[[DataPoint], DataPoint | None]
 
 
 @dataclass(frozen=True)
 class DataCounter:
-    counter: Any
+    counter: BaseDataCounter
     dataset_names: tuple[str, ...]
 
 
@@ -72,14 +92,14 @@ class ModuleDefinition:
 
 @dataclass(frozen=True)
 class ModuleTransformDefinition:
-    create: Callable[..., Any]
+    create: Callable[[dict[str, BaseDataCounter], torch.device, logging.Logger], BaseModuleTransform]
     loss_registers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class OptimSched:
-    create_optimizer: Callable[[dict[str, nn.Module]], Any]
-    create_scheduler: Callable[[Any], Any]
+    create_optimizer: Callable[[dict[str, nn.Module]], Optimizer]
+    create_scheduler: Callable[[Optimizer], BaseScheduler]
     scheduler_start_epoch: int = 1
 
 
@@ -87,17 +107,17 @@ class OptimSched:
 class Components:
     """All that an experiment's pymodules define, by name."""
 
-    datasets: dict[str, Any]
+    datasets: dict[str, BaseDataset]
     data_counters: dict[str, DataCounter]
     data_transforms: dict[str, DataTransforms]
     dataloaders: dict[str, DataLoading]
     modules: dict[str, ModuleDefinition]
     module_transforms: dict[str, ModuleTransformDefinition]
     optim_sched: dict[str, OptimSched]
-    checkpoint_saver: Any
-    early_stopper: Any
-    loss_weighter: Any
-    trackers: dict[str, Any] = field(default_factory=dict)
+    checkpoint_saver: BaseCheckpointSaver
+    early_stopper: BaseEarlyStopper
+    loss_weighter: BaseLossWeighter
+    trackers: dict[str, BaseTracker] = field(default_factory=dict)
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:

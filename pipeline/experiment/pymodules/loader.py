@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -40,19 +41,13 @@ _packages = itertools.count()
 
 def relocate(source: Path, target: Path) -> None:
     """Let modules loaded from one folder read and import whatever they still need from its copy."""
+    # The author may edit the original while the run continues: a late import must still find the frozen files.
     for name, module in list(sys.modules.items()):
         if name.startswith(_PREFIX):
             if str(getattr(module, "__file__", None) or "").startswith(str(source)):
                 module.__file__ = str(target / Path(str(module.__file__)).relative_to(source))
             if hasattr(module, "__path__"):
                 module.__path__ = [str(path).replace(str(source), str(target), 1) for path in module.__path__]
-
-
-def _import_fix(name: str) -> str:
-    top = name.partition(".")[0]
-    if top in (*FAMILIES, UTILS):
-        return f"write pymodules/{name.replace('.', '/')}.py, or import a file that exists"
-    return f"pip install {top}; a file of your own goes into utils/ and is imported as from ..utils.{top} import …"
 
 
 class PymoduleLoader:
@@ -63,22 +58,36 @@ class PymoduleLoader:
         self.problems = list[Problem]()
         self.failed_families: set[str] = set()
         self._seed = seed
+        # One process may load several experiments, or one twice: each load has a package of its own.
         self._package = f"{_PREFIX}{next(_packages)}"
 
     def load(self, wanted: Collection[str] = ("", *FAMILIES)) -> dict[str, dict[str, ModuleType]]:
         """Return every imported file of the wanted families by family and name; singles are the family ''."""
         self.problems += self._layout_problems()
+        # A package made by hand lets files import each other relatively, under a name that nothing else has.
         package = ModuleType(self._package)
         package.__path__ = [str(self.folder)]
         sys.modules[self._package] = package
-        found: dict[str, dict[str, ModuleType]] = {family: {} for family in wanted}
-        for family, path in [(family, path) for family, path in self._files() if family in wanted]:
-            module = self._import(family, path)
-            if module is None:
+        seconds = number_variable(IMPORT_TIME_LIMIT_VARIABLE, 600)
+        modules: dict[str, dict[str, ModuleType]] = {family: {} for family in wanted}
+        for family, path in self._files():
+            if family not in wanted:
+                continue
+            if not _NAME.fullmatch(path.stem):
+                self.problems.append(Problem(str(path), "file name must be made of letters, digits, '_' and '-'"))
                 self.failed_families.add(family)
-            else:
-                found[family][path.stem] = module
-        return found
+                continue
+            # Modules draw their initial weights while they are imported. Each file has its own key, so that adding a
+            # file does not change the weights of the others.
+            seed_generators(self._seed, "pymodule", family, path.stem)
+            name = ".".join(filter(None, (self._package, family, path.stem)))
+            try:
+                with TimeLimit(seconds, partial(TimeoutError, f"still importing after {seconds:g} seconds")):
+                    modules[family][path.stem] = importlib.import_module(name)
+            except (Exception, SystemExit) as error:
+                self.problems.append(self._import_problem(path, error))
+                self.failed_families.add(family)
+        return modules
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for family in FAMILIES:
@@ -90,38 +99,34 @@ class PymoduleLoader:
                 yield "", path
 
     def _layout_problems(self) -> Iterator[Problem]:
+        """Yield files that no family knows, which would silently do nothing, and files that are missing."""
         known = [*FAMILIES, UTILS, *(f"{single}.py" for single in SINGLES)]
         for entry in sorted(self.folder.iterdir()):
             if entry.name not in known and not is_ignored(entry.name) and entry.name != "__init__.py":
                 what = f"unknown file or folder; known are {', '.join(known)}.{nearest(entry.name, known)}"
                 yield Problem(str(entry), what, "put helpers into utils/")
+        present = {family for family, _ in self._files()}
         for family in FAMILIES:
-            if family not in OPTIONAL_FAMILIES and not any(kind == family for kind, _ in self._files()):
+            if family not in OPTIONAL_FAMILIES and family not in present:
                 yield Problem(str(self.folder / family), "must hold at least one .py file, but there is none")
         for single in SINGLES:
             if not (self.folder / f"{single}.py").is_file():
                 yield Problem(str(self.folder / f"{single}.py"), "the file is missing", EXAMPLES[single])
 
-    def _import(self, family: str, path: Path) -> ModuleType | None:
-        if not _NAME.fullmatch(path.stem):
-            self.problems.append(Problem(str(path), "file name must be made of letters, digits, '_' and '-'"))
-            return None
-        seconds = number_variable(IMPORT_TIME_LIMIT_VARIABLE, 600)
-        # Modules draw their initial weights while they are imported: each file has a key of its own.
-        seed_generators(self._seed, "pymodule", family, path.stem)
-        try:
-            with TimeLimit(seconds, lambda: TimeoutError(f"still importing after {seconds:g} seconds")):
-                return importlib.import_module(".".join(filter(None, (self._package, family, path.stem))))
-        except (Exception, SystemExit) as error:
-            self.problems.append(self._import_problem(path, error))
-            return None
-
     def _import_problem(self, path: Path, error: BaseException) -> Problem:
         problem = user_problem(error, self.folder, str(path), "must be importable")
         # An author does not know the name of the private package.
         problem = replace(problem, what=problem.what.replace(f"{self._package}.", ""))
-        if isinstance(error, ModuleNotFoundError):
-            return replace(problem, fix=_import_fix(str(error.name).removeprefix(f"{self._package}.")))
         if isinstance(error, TimeoutError):
             return replace(problem, fix=f"set {IMPORT_TIME_LIMIT_VARIABLE} (seconds) if it needs longer")
-        return problem
+        if not isinstance(error, ModuleNotFoundError):
+            return problem
+        missing = str(error.name).removeprefix(f"{self._package}.")
+        top = missing.partition(".")[0]
+        if top in (*FAMILIES, UTILS):
+            fix = f"write pymodules/{missing.replace('.', '/')}.py, or import a file that exists"
+        else:
+            # A helper of the author's that is imported by its bare name looks like a package that is not installed.
+            own_file = f"a file of your own goes into utils/ and is imported as from ..utils.{top} import …"
+            fix = f"pip install {top}; {own_file}"
+        return replace(problem, fix=fix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import InvalidExperiment, Problem
@@ -29,23 +28,24 @@ def copied_files(folder: Path) -> list[Path]:
 
 
 def files_with_problems(folder: Path) -> dict[Path, str | None]:
-    """Return every file of an experiment with the reason for which it cannot be copied, if there is one."""
-    return {path: _unsafe(path, folder) for path in _walk(folder)}
-
-
-def _walk(folder: Path) -> Iterator[Path]:
+    """Return every file of an experiment with the reason why it cannot be copied, if there is one."""
+    paths: list[Path] = []
     for part in COPIED:
         for top, folders, files in os.walk(folder / part):
-            linked = sorted(name for name in folders if (Path(top) / name).is_symlink())
-            folders[:] = sorted(name for name in folders if not is_ignored(name) and name not in linked)
-            yield from (Path(top) / name for name in sorted([*files, *linked]) if not is_ignored(name))
+            # os.walk does not enter links to folders; they are listed like files, so that they are refused.
+            links = [name for name in folders if (Path(top) / name).is_symlink()]
+            # os.walk enters what is left in this list, in its order.
+            folders[:] = sorted(name for name in folders if not is_ignored(name) and name not in links)
+            paths += [Path(top) / name for name in sorted([*files, *links]) if not is_ignored(name)]
+    return {path: _copy_problem(path, folder) for path in paths}
 
 
-def _unsafe(path: Path, folder: Path) -> str | None:
+def _copy_problem(path: Path, folder: Path) -> str | None:
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):
         return "must be a file, but is a link that leads nowhere"
+    # The copy must be complete in itself: what lies elsewhere can change between two starts.
     if not target.is_relative_to(folder.resolve()):
         return f"must not link to a place outside the experiment's folder, but leads to {target}"
     if not stat.S_ISREG(target.stat().st_mode):

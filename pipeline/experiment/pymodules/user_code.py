@@ -1,4 +1,4 @@
-"""Exceptions of an author's code, reported with the author's own file and line."""
+"""Places in an author's code: where a name is defined, and which of the author's lines an exception comes from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from pathlib import Path
 from pipeline.errors import Problem
 
 
+def place_of(path: Path, name: str) -> str:
+    """Return ``file:line`` where a top-level name is set, or the file alone."""
+    # A problem may be about an entry, such as settings['frozen']; its line is that of the name.
+    word = name.partition("[")[0]
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        if line.split("(")[0].split(":")[0].split("=")[0].split() in ([word], ["def", word], ["class", word]):
+            return f"{path}:{number}"
+    return str(path)
+
+
 def author_frames(error: BaseException) -> str:
-    """Return the traceback reduced to the author's own files, or nothing if none of them is involved."""
+    """Return the traceback reduced to the author's own files, or an empty string if none of them is involved."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/pymodules/" in frame.filename]
     if not frames:
         return ""
@@ -18,10 +28,12 @@ def author_frames(error: BaseException) -> str:
 
 def user_problem(error: BaseException, folder: Path, otherwise: str, must: str) -> Problem:
     """Return what an exception says, placed at the innermost frame inside ``folder``."""
+    # The file that cannot be compiled has no frame.
     if isinstance(error, SyntaxError) and error.filename:
         return Problem(f"{error.filename}:{error.lineno}", f"must be valid Python: {error.msg}")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(folder)]
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else otherwise
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
+    where = f"{inside[-1].filename}:{inside[-1].lineno}" if inside else otherwise
     if isinstance(error, SystemExit):
         return Problem(where, f"{must}, but calls sys.exit({error.code!r})")
     return Problem(where, f"{must}, but raises {type(error).__name__}: {error}")

@@ -1,21 +1,24 @@
-"""JSON files written by people: read strictly, with the place of every value."""
+"""JSON files written by people: read strictly, with the line of every value."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
+from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import InvalidExperiment, Problem
+from pipeline.system.formatting import Json
 
 JsonPath = tuple[str | int, ...]
 _MAX_BYTES = 1 << 20
-_SPACE = re.compile(r"[ \t\n\r]*")
+# Far below the depth at which Python's own recursion ends, so that what is read can also be printed.
+_MAX_DEPTH = 100
+# The tokens of valid JSON: a string, a bracket or separator, or else a number or word.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s"{}\[\]:,]+')
+# The likely cause of a syntax error, by the character at which the decoder stopped.
 _CAUSES = {
     "/": "JSON has no comments",
     "#": "JSON has no comments",
@@ -32,158 +35,147 @@ _CAUSES = {
     "+": "numbers have no plus sign",
     "": "the file ends before its brackets are closed",
 }
-# What the standard decoder says, in the words of an author.
-_WORDS = {
+# The standard decoder's messages in plainer words. From Python 3.13 on, a trailing comma has messages of its own.
+_PLAIN_WORDS = {
     "Expecting value": "Expected a value",
+    "Illegal trailing comma before end of array": "Expected a value",
+    "Expecting property name enclosed in double quotes": "Expected a key in double quotes",
+    "Illegal trailing comma before end of object": "Expected a key in double quotes",
+    "Expecting ':' delimiter": "Expected ':'",
+    "Expecting ',' delimiter": "Expected ',' or a closing bracket",
+    "Extra data": "Text after the end",
     "Invalid control character at": "A string must end on its line, without tabs (is a closing quote missing?)",
 }
-_EXPLAINED = ("A string", "Duplicate", "Expected ':'")
+# These messages name the cause themselves.
+_EXPLAINED = ("A string", "Duplicate", "Expected ':'", "Number", "Nested")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Document:
-    """A parsed file and, for each value, the offset at which it stands."""
+    """A parsed file and, for each value, the offset at which it begins."""
 
     path: Path
     text: str
-    value: Any = None
+    value: Json = None
     offsets: dict[JsonPath, int] = field(default_factory=dict)
 
     def place(self, path: JsonPath) -> str:
-        """Return ``file:line`` of a value, or of the nearest one that encloses it."""
-        while path and path not in self.offsets:
-            path = path[:-1]
+        """Return ``file:line`` of a value, or of the nearest value that encloses it."""
+        # Values of --set come without a text.
         if not self.text:
             return str(self.path)
-        line = self.text.count("\n", 0, self.offsets.get(path, 0)) + 1
-        return f"{self.path}:{line}"
+        while path and path not in self.offsets:
+            path = path[:-1]
+        return f"{self.path}:{_line(self.text, self.offsets.get(path, 0))}"
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> Json:
     """Parse a text as strictly as a settings file, or raise ValueError."""
-    document = Document(Path(), text)
-    _Scanner(document).scan()
-    return document.value
+    return _parse(Path(), text).value
 
 
 def read_document(path: Path) -> Document:
     """Read a settings file, or raise InvalidExperiment with line, column and likely cause."""
-    document = Document(path, _read_text(path))
-    try:
-        _Scanner(document).scan()
-    except JSONDecodeError as error:
-        said = JSONDecodeError(_WORDS.get(error.msg, error.msg), error.doc, error.pos)
-        raise InvalidExperiment([_syntax_problem(path, said)]) from None
-    except RecursionError:
-        raise InvalidExperiment([Problem(str(path), "must not be nested so deeply")]) from None
-    return document
-
-
-def _read_text(path: Path) -> str:
+    # A FIFO or a device would block or never end, so only regular files are opened.
     if not path.is_file():
-        found = "is something else" if path.exists() else "there is none"
-        raise InvalidExperiment([Problem(str(path), f"must be a file, but {found}")])
-    if path.stat().st_size > _MAX_BYTES:
-        size = path.stat().st_size
-        raise InvalidExperiment([Problem(str(path), f"must be at most {_MAX_BYTES} bytes, but has {size}")])
+        actual = "is something else" if path.exists() else "there is none"
+        raise InvalidExperiment([Problem(str(path), f"must be a file, but {actual}")])
+    num_bytes = path.stat().st_size
+    if num_bytes > _MAX_BYTES:
+        raise InvalidExperiment([Problem(str(path), f"must be at most {_MAX_BYTES} bytes, but has {num_bytes}")])
     try:
+        # Some editors begin a file with a byte order mark, which means nothing in UTF-8.
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         what = f"must be UTF-8 text, but byte {error.start} is not"
         raise InvalidExperiment([Problem(str(path), what, "save it as UTF-8")]) from None
     if not text.strip():
         raise InvalidExperiment([Problem(str(path), "must be a JSON object, but the file is empty")])
-    return text
+    try:
+        return _parse(path, text)
+    except JSONDecodeError as error:
+        raise InvalidExperiment([_syntax_problem(path, error)]) from None
+
+
+def _parse(path: Path, text: str) -> Document:
+    try:
+        value = json.loads(text)
+    except JSONDecodeError:
+        raise
+    except (RecursionError, ValueError):
+        # Nested too deeply, or a number with too many digits. Neither error has a position; _locate raises with one.
+        _locate(text)
+        raise
+    return Document(path, text, value, _locate(text))
+
+
+def _locate(text: str) -> dict[JsonPath, int]:
+    """Return the offset of every value in a text that json.loads accepts.
+
+    json.loads keeps the last of two equal keys and accepts NaN and numbers that become infinite; here they are refused.
+    """
+    offsets: dict[JsonPath, int] = {}
+    # For each open bracket, the key or index of the value that comes next.
+    path: list[str | int] = []
+    is_key_next = False
+    for match in _TOKEN.finditer(text):
+        token, offset = match[0], match.start()
+        if token in "}]":
+            path.pop()
+            is_key_next = False
+        elif token == ",":
+            last = path[-1]
+            is_key_next = isinstance(last, str)
+            path[-1] = last if isinstance(last, str) else last + 1
+        elif is_key_next:
+            path[-1] = json.loads(token)
+            is_key_next = False
+            if tuple(path) in offsets:
+                first_line = _line(text, offsets[tuple(path)])
+                message = f"Duplicate key {path[-1]!r}, which stands in line {first_line} already"
+                raise JSONDecodeError(message, text, offset)
+        elif token != ":":
+            offsets[tuple(path)] = offset
+            is_key_next = token == "{"
+            if token in "{[":
+                path.append("" if is_key_next else 0)
+            if refusal := _token_refusal(token, len(path)):
+                raise JSONDecodeError(refusal, text, offset)
+    return offsets
+
+
+def _token_refusal(token: str, depth: int) -> str:
+    """Return why a bracket, number or word is refused, or an empty string."""
+    if depth > _MAX_DEPTH:
+        return f"Nested too deeply: at most {_MAX_DEPTH} brackets may be open"
+    if token in ("NaN", "Infinity", "-Infinity"):
+        return "Not a JSON value"
+    if token[0] not in "-0123456789":
+        return ""
+    try:
+        number = json.loads(token)
+    except ValueError:
+        return "Number with too many digits"
+    is_infinite = isinstance(number, float) and math.isinf(number)
+    return "Number out of range" if is_infinite else ""
 
 
 def _syntax_problem(path: Path, error: JSONDecodeError) -> Problem:
+    text = error.doc
+    position = error.pos
+    if error.msg.startswith("Illegal trailing comma"):
+        # Earlier versions of Python stop at the bracket after the comma.
+        position = next(match.start() for match in _TOKEN.finditer(text, position + 1))
     # Where a file ends too soon, its last line is more useful than the empty one after it.
-    position = min(error.pos, len(error.doc.rstrip()))
-    error = JSONDecodeError(error.msg, error.doc, position)
-    line = error.doc.split("\n")[error.lineno - 1].rstrip("\r")
-    found = error.doc[position : position + 1].strip()
+    error = JSONDecodeError(_PLAIN_WORDS.get(error.msg, error.msg), text, min(position, len(text.rstrip())))
+    line = text.split("\n")[error.lineno - 1].rstrip("\r")
+    character = text[error.pos : error.pos + 1].strip()
     is_explained = error.msg.startswith(_EXPLAINED)
-    cause = f" ({_CAUSES[found]})" if found in _CAUSES and not is_explained else ""
-    shown = f"{line[:200]}\n      {' ' * min(error.colno - 1, 200)}^"
-    return Problem(f"{path}:{error.lineno}:{error.colno}", f"{error.msg}{cause}\n      {shown}")
+    cause = f" ({_CAUSES[character]})" if character in _CAUSES and not is_explained else ""
+    # A file on one endless line must not flood the terminal.
+    excerpt = f"{line[:200]}\n      {' ' * min(error.colno - 1, 200)}^"
+    return Problem(f"{path}:{error.lineno}:{error.colno}", f"{error.msg}{cause}\n      {excerpt}")
 
 
-class _Scanner:
-    """A strict reader on top of the standard decoder that also notes where each value stands."""
-
-    def __init__(self, document: Document) -> None:
-        self._document = document
-        self._text = document.text
-        self._decoder = json.JSONDecoder(parse_constant=None)
-
-    def scan(self) -> None:
-        self._document.value, end = self._value(self._skip(0), ())
-        if self._skip(end) != len(self._text):
-            raise self._error("Text after the end", self._skip(end))
-
-    def _value(self, at: int, path: JsonPath) -> tuple[Any, int]:
-        self._document.offsets[path] = at
-        opening = self._text[at : at + 1]
-        if opening == "{":
-            return self._object(at, path)
-        if opening == "[":
-            return self._array(at, path)
-        if opening in ("N", "I") or self._text.startswith("-I", at):
-            raise self._error("Not a JSON value", at)
-        try:
-            value, end = self._decoder.raw_decode(self._text, at)
-        except JSONDecodeError:
-            raise
-        except ValueError:
-            raise self._error("Number with too many digits", at) from None
-        if isinstance(value, float) and not math.isfinite(value):
-            raise self._error("Number out of range", at)
-        return value, end
-
-    def _object(self, at: int, path: JsonPath) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
-        end = at + 1
-        for place in self._items(at, "}"):
-            if self._text[place : place + 1] != '"':
-                raise self._error("Expected a key in double quotes", place)
-            key, end = scanstring(self._text, place + 1, True)
-            if key in found:
-                known = (*path, key)
-                first = self._text.count("\n", 0, self._document.offsets[known]) + 1
-                raise self._error(f"Duplicate key {key!r}, which stands in line {first} already", place)
-            colon = self._skip(end)
-            if self._text[colon : colon + 1] != ":":
-                raise self._error("Expected ':'", colon)
-            found[key], self._end = self._value(self._skip(colon + 1), (*path, key))
-        return found, self._end
-
-    def _array(self, at: int, path: JsonPath) -> tuple[list[Any], int]:
-        found: list[Any] = []
-        for place in self._items(at, "]"):
-            value, self._end = self._value(place, (*path, len(found)))
-            found.append(value)
-        return found, self._end
-
-    def _items(self, at: int, closing: str) -> Iterator[int]:
-        """Yield where each item starts; the consumer leaves the item's end in ``self._end``."""
-        place = self._skip(at + 1)
-        if self._text[place : place + 1] == closing:
-            self._end = place + 1
-            return
-        while True:
-            yield place
-            end = self._skip(self._end)
-            mark = self._text[end : end + 1]
-            if mark == closing:
-                self._end = end + 1
-                return
-            if mark != ",":
-                raise self._error(f"Expected ',' or {closing!r}", end)
-            place = self._skip(end + 1)
-
-    def _skip(self, at: int) -> int:
-        match = _SPACE.match(self._text, at)
-        return match.end() if match else at
-
-    def _error(self, message: str, at: int) -> JSONDecodeError:
-        return JSONDecodeError(message, self._text, at)
+def _line(text: str, offset: int) -> int:
+    return text.count("\n", 0, offset) + 1

@@ -5,39 +5,30 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
-from pipeline.experiment.settings.json_source import Document, parse_json, read_document
-from pipeline.experiment.settings.validation import SETTINGS_FILES, hint, schema, schema_problems
-
-Contents = dict[str, dict[str, Any]]
-FSDP = "fsdp"
-# Pairs of keys and values of training.json that exclude one another, and why.
-_CONTRADICTIONS = (
-    (
-        ("gradient_reduction", "exact"),
-        ("sync_batchnorm", True),
-        "torch adds those statistics in an order that depends on the number of processes",
-    ),
-    (
-        ("parallelism", FSDP),
-        ("gradient_reduction", "exact"),
-        "torch adds the gradients of shards in an order that depends on the number of processes",
-    ),
-    (
-        ("parallelism", FSDP),
-        ("sync_batchnorm", True),
-        "its layers were not tried inside modules that are sharded",
-    ),
-    (
-        ("gradient_reduction", "exact"),
-        ("on_rank_difference", "broadcast"),
-        "a rank that is overwritten has computed other bits before, which exact promises not to happen",
-    ),
+from pipeline.experiment.settings.json_source import Document, Json, parse_json, read_document
+from pipeline.experiment.settings.validation import (
+    SETTINGS_FILES,
+    contradiction_problems,
+    hint,
+    schema,
+    schema_problems,
 )
 
+# What the settings files say, by file and key: what overrides change and what is frozen into the copy.
+Contents = dict[str, dict[str, Json]]
+FSDP = "fsdp"
+# The least that each file can say; used to look for further problems when a file is wrong.
+_STAND_INS: Contents = {
+    "data_loading": {"step_min_items": 1},
+    "logging": {"progress_bar": {"enabled": False}},
+    "loss_registers": {"loss_registers": ["unknown"]},
+    "training": {},
+}
 
+
+# The defaults below are those of the schemas; a test compares them.
 @dataclass(frozen=True)
 class LossRegister:
     name: str
@@ -104,15 +95,6 @@ class LoggingSettings:
     mlflow: MlflowSettings = MlflowSettings()
 
 
-# The least that each file can say; used to look for further problems when a file is wrong.
-_STAND_INS: Contents = {
-    "data_loading": {"step_min_items": 1},
-    "logging": {"progress_bar": {"enabled": False}},
-    "loss_registers": {"loss_registers": ["unknown"]},
-    "training": {},
-}
-
-
 @dataclass(frozen=True)
 class Settings:
     """Everything the JSON files of an experiment say."""
@@ -134,103 +116,87 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     contents: Contents = {}
     for name in SETTINGS_FILES:
         path = folder / f"{name}.json"
+        # Every key of training.json has a default. A file that exists but is empty is still an error.
         if name == "training" and not path.exists():
             contents[name] = {}
             continue
         try:
             document = read_document(path)
-            problems += schema_problems(document, name)
-            contents[name] = document.value
         except InvalidExperiment as error:
-            problems += error.problems if path.is_file() else [_missing_file(path, name)]
-    problems += _unknown_files(folder)
+            if path.is_file():
+                problems += error.problems
+            else:
+                fix = f"write it; it needs the keys: {', '.join(schema(name).get('required', []))}"
+                problems.append(Problem(str(path), "must be a file, but there is none", fix))
+            continue
+        problems += schema_problems(document, name)
+        contents[name] = document.value
+    # A misspelt file name would silently change nothing.
+    known = [f"{name}.json" for name in SETTINGS_FILES]
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        if path.name not in known:
+            what = f"unknown settings file; known are {', '.join(known)}.{nearest(path.name, known)}"
+            problems.append(Problem(str(path), what))
     if problems:
         raise InvalidExperiment(problems)
-    overridden = _overridden(contents, overrides)
-    _refuse_contradictions(overridden["training"], folder / "training.json")
-    return overridden
+    contents = apply_overrides(contents, overrides)
+    # Only now: an override may cause a contradiction, or resolve one that the file has.
+    problems += contradiction_problems(contents["training"], folder / "training.json")
+    if problems:
+        raise InvalidExperiment(problems)
+    return contents
 
 
 def readable_contents(folder: Path) -> tuple[Contents, frozenset[str]]:
-    """Return what settings files say, with stand-ins for those that are wrong, and the names of these."""
+    """Return what the settings files say, with stand-ins for wrong files, and the names of those files."""
     contents: Contents = {}
-    unknown = []
+    wrong: set[str] = set()
     for name, stand_in in _STAND_INS.items():
         try:
             document = read_document(folder / f"{name}.json")
-            is_right = not schema_problems(document, name)
+            is_valid = not schema_problems(document, name)
         except InvalidExperiment:
-            is_right = False
-        contents[name] = document.value if is_right else stand_in
-        if not is_right:
-            unknown.append(name)
-    return contents, frozenset(unknown)
-
-
-def _refuse_contradictions(training: dict[str, Any], path: Path) -> None:
-    """Refuse settings that are right by themselves, but not together."""
-    found = [(pair, why) for *pair, why in _CONTRADICTIONS if all(training.get(key) == value for key, value in pair)]
-    problems = [
-        Problem(
-            f"{path} ({first[0]})",
-            f"{json.dumps(first[1])} does not go together with {second[0]}: {json.dumps(second[1])}, because {why}",
-            "change one of them",
-        )
-        for (first, second), why in found
-    ]
-    if problems:
-        raise InvalidExperiment(problems)
-
-
-def _missing_file(path: Path, name: str) -> Problem:
-    needed = ", ".join(schema(name).get("required", []))
-    return Problem(str(path), "must be a file, but there is none", f"write it; it needs the keys: {needed}")
-
-
-def _unknown_files(folder: Path) -> list[Problem]:
-    known = [f"{name}.json" for name in SETTINGS_FILES]
-    found = sorted(path.name for path in folder.glob("*.json")) if folder.is_dir() else []
-    return [
-        Problem(str(folder / name), f"unknown settings file; known are {', '.join(known)}.{nearest(name, known)}")
-        for name in found
-        if name not in known
-    ]
+            is_valid = False
+        contents[name] = document.value if is_valid else stand_in
+        if not is_valid:
+            wrong.add(name)
+    return contents, frozenset(wrong)
 
 
 def parse_settings(contents: Contents) -> Settings:
     """Turn checked contents into values."""
     logging = contents["logging"]
+    # The sections of logging.json are one flat value here; the bar's own switch is named after its section.
+    progress_bar = dict(logging["progress_bar"])
     training = dict(contents["training"])
     scaling = training.pop("lr_scaling", None)
-    registers = contents["loss_registers"]["loss_registers"]
-    bar = dict(logging["progress_bar"])
     return Settings(
         step_min_items=contents["data_loading"]["step_min_items"],
         fingerprint_points=contents["data_loading"].get("fingerprint_points", 0),
         logging=LoggingSettings(
-            progress_bar=bar.pop("enabled"),
+            progress_bar=progress_bar.pop("enabled"),
             tensorboard=logging.get("tensorboard", {}).get("enabled", False),
             wandb=WandbSettings(**logging.get("wandb", {})),
             mlflow=MlflowSettings(**logging.get("mlflow", {})),
-            **bar,
+            **progress_bar,
             **logging.get("text", {}),
         ),
-        loss_registers=tuple(_register(entry) for entry in registers),
+        # A register with defaults only may be written as its name alone.
+        loss_registers=tuple(
+            LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
+            for entry in contents["loss_registers"]["loss_registers"]
+        ),
         training=TrainingSettings(**training, lr_scaling=LrScaling(**scaling) if scaling else None),
     )
 
 
-def _register(entry: str | dict[str, Any]) -> LossRegister:
-    return LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
-
-
-def _overridden(contents: Contents, overrides: tuple[str, ...]) -> Contents:
-    """Return the contents with every ``FILE.KEY=VALUE`` applied and checked again."""
+def apply_overrides(contents: Contents, overrides: tuple[str, ...]) -> Contents:
+    """Return the contents with every ``FILE.KEY=VALUE`` applied and checked against the schemas again."""
     if not overrides:
         return contents
     changed: Contents = json.loads(json.dumps(contents))
     for override in overrides:
-        _apply(changed, override)
+        _apply_override(changed, override)
     problems = [
         problem
         for name, content in changed.items()
@@ -241,48 +207,47 @@ def _overridden(contents: Contents, overrides: tuple[str, ...]) -> Contents:
     return changed
 
 
-def _apply(contents: Contents, override: str) -> None:
+def _apply_override(contents: Contents, override: str) -> None:
     target, equals, text = override.partition("=")
     file, _, key = target.partition(".")
     if not equals or not key:
         holders = [f"{name}.{target}" for name in SETTINGS_FILES if target in schema(name)["properties"]]
-        meant = f" Did you mean {holders[0]}={text or '…'}?" if holders else ""
-        raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.{meant}")
+        suggestion = f" Did you mean {holders[0]}={text or '…'}?" if holders else ""
+        raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.{suggestion}")
     if file not in SETTINGS_FILES:
         known = f"there are {', '.join(SETTINGS_FILES)}.{nearest(file, SETTINGS_FILES)}"
         raise UsageError(f"--set {override}: no settings file {file!r}; {known}")
-    *parents, last = key.split(".")
-    place = contents[file]
+    *sections, last = key.split(".")
+    section = contents[file]
     rules = schema(file)
-    for part in parents:
-        rules = _rules_of(rules, part, override)
-        place = place.setdefault(part, {})
-        if not isinstance(place, dict):
-            raise UsageError(f"--set {override}: {part!r} holds no keys.")
-    _rules_of(rules, last, override)
-    place[last] = _json_or_text(text)
+    for name in sections:
+        # The schema decides whether a section exists: the file may have left it out.
+        rules = _rules_below(rules, name, override)
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise UsageError(f"--set {override}: {name!r} has no keys below it.")
+    _rules_below(rules, last, override)
+    try:
+        section[last] = parse_json(text)
+    except (ValueError, RecursionError):
+        # Text needs no quotes on a command line. If it was meant as JSON, the schema refuses it.
+        section[last] = text
 
 
-def _rules_of(rules: dict[str, Any], key: str, override: str) -> dict[str, Any]:
-    known: dict[str, Any] = dict(rules.get("properties", {}))
+def _rules_below(rules: dict[str, Json], key: str, override: str) -> dict[str, Json]:
+    """Return the part of a schema that describes a key, in whichever alternative it is defined."""
+    known: dict[str, dict[str, Json]] = dict(rules.get("properties", {}))
     for alternative in rules.get("oneOf", []):
         known.update(alternative.get("properties", {}))
     if key not in known:
         listed = ", ".join(sorted(known)) or "none"
         raise UsageError(f"--set {override}: unknown key {key!r}; available are {listed}.{hint(key, sorted(known))}")
-    found: dict[str, Any] = known[key]
-    return found
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except (ValueError, RecursionError):
-        return text
+    return known[key]
 
 
 def differing_overrides(contents: Contents, overrides: tuple[str, ...]) -> list[str]:
     """Return the overrides that would change settings already frozen."""
-    if _overridden(contents, overrides) == contents:
+    # Together first: a restarted command repeats overrides that are frozen, of which a later one may undo an earlier.
+    if apply_overrides(contents, overrides) == contents:
         return []
-    return [override for override in overrides if _overridden(contents, (override,)) != contents]
+    return [override for override in overrides if apply_overrides(contents, (override,)) != contents]

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
-from typing import Any, cast
+from pathlib import Path
 
 from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError
 
 from pipeline.errors import Problem, nearest
-from pipeline.experiment.settings.json_source import Document
+from pipeline.experiment.settings.json_source import Document, Json, JsonPath
 
-# JSON Schema takes 7.0 for an integer; here it would make another key of everything random than 7 does.
-_Validator = validators.extend(  # type: ignore[no-untyped-call]
-    Draft202012Validator,
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine(
-        "integer", lambda checker, value: isinstance(value, int) and not isinstance(value, bool)
-    ),
-)
 SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 _MAX_PROBLEMS = 100
-
-
-# What other trainers call things, and where they are here.
+# Pairs of keys and values of training.json that exclude each other, and why.
+_CONTRADICTIONS = (
+    (
+        ("gradient_reduction", "exact"),
+        ("sync_batchnorm", True),
+        "torch adds those statistics in an order that depends on the number of processes",
+    ),
+    (
+        ("parallelism", "fsdp"),
+        ("gradient_reduction", "exact"),
+        "torch adds the gradients of shards in an order that depends on the number of processes",
+    ),
+    (
+        ("parallelism", "fsdp"),
+        ("sync_batchnorm", True),
+        "its layers were not tried inside modules that are sharded",
+    ),
+    (
+        ("gradient_reduction", "exact"),
+        ("on_rank_difference", "broadcast"),
+        "a rank that is overwritten has computed other bits before, which exact promises not to happen",
+    ),
+)
+# What other trainers call things, and where they are set here.
 _OPTIMIZER = "the optimizer and its learning rate are created in pymodules/optim_sched/*.py"
 _STEPS = (
     "a step takes batches until it holds step_min_items items (settings/data_loading.json); the size of one batch is "
@@ -57,91 +71,106 @@ _HINTS = {
 
 def hint(key: str, known: Sequence[str]) -> str:
     """Return where the thing that an unknown key names is set, or the nearest known key."""
+    # Hints first: the nearest key may mean something else. That of eval_steps is checkpoint_every_steps.
     return f" For {key}: {_HINTS[key]}." if key in _HINTS else nearest(key, known)
 
 
-def schema(name: str) -> dict[str, Any]:
+def schema(name: str) -> dict[str, Json]:
     """Return the schema of ``settings/<name>.json``."""
     text = (files("pipeline.experiment.settings") / "schemas" / f"{name}.json").read_text()
-    loaded: dict[str, Any] = json.loads(text)
+    loaded: dict[str, Json] = json.loads(text)
     return loaded
 
 
+def _is_integer(checker: object, value: object) -> bool:
+    """JSON Schema takes 7.0 for an integer, but as a seed it would key everything random differently from 7."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_Validator = validators.extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator, type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer)
+)
+
+
 def schema_problems(document: Document, name: str) -> list[Problem]:
-    """Return every violation in the order in which the file shows them; of a flood, the beginning."""
+    """Return every violation in the order of the file's lines, but no more than the first hundred."""
     errors = _Validator(schema(name)).iter_errors(document.value)
-    leaves = list(islice((leaf for error in errors for leaf in _leaves(error)), _MAX_PROBLEMS))
-    leaves.sort(key=lambda error: document.offsets.get(tuple(error.absolute_path), 0))
-    return list(islice((problem for error in leaves for problem in _problems(document, error)), _MAX_PROBLEMS))
+    # Both are cut: a file of 50,000 wrong entries has as many errors, and one error may name as many unknown keys.
+    causes = list(islice((cause for error in errors for cause in _likely_causes(error)), _MAX_PROBLEMS))
+    causes.sort(key=lambda error: document.offsets.get(tuple(error.absolute_path), 0))
+    return list(islice((problem for error in causes for problem in _problems(document, error)), _MAX_PROBLEMS))
 
 
-def _leaves(error: ValidationError) -> Iterator[ValidationError]:
-    """Replace a failed choice by what is wrong with the alternative the author most likely meant."""
+def _likely_causes(error: ValidationError) -> Iterator[ValidationError]:
+    """Replace a failed choice by what is wrong with the alternative that the author most likely meant."""
     if error.validator != "oneOf" or not error.context:
         yield error
         return
     alternatives: dict[int, list[ValidationError]] = {}
     for inner in error.context:
         alternatives.setdefault(int(inner.schema_path[0]), []).append(inner)
+    # An alternative of the right type was meant; if none has it, the choice itself is what is wrong.
     fitting = [group for group in alternatives.values() if not any(inner.validator == "type" for inner in group)]
     yield from fitting[0] if fitting else [error]
 
 
 def _problems(document: Document, error: ValidationError) -> Iterator[Problem]:
     path = tuple(error.absolute_path)
-    instance = cast(Any, error.instance)
-    rules = cast(Any, error.schema)
+    instance: Json = error.instance
+    rules: Json = error.schema
     if error.validator == "additionalProperties":
         known = sorted(rules["properties"])
         for key in sorted(set(instance) - set(known)):
             what = f"unknown key {key!r}; allowed are {', '.join(known)}.{hint(key, known)}"
             yield Problem(_where(document, (*path, key)), what)
-        return
-    if error.validator == "required":
+    elif error.validator == "required":
         # jsonschema reports each missing key on its own; the message names it first.
         key = next(key for key in rules["required"] if error.message.startswith(repr(key)))
-        what = f"key {key!r} is missing; it must be {_described(rules['properties'][key])}"
-        yield Problem(_where(document, path), what)
-        return
-    yield Problem(_where(document, path), f"must be {_allowed(error)}, but is {_shown(instance)} instead")
+        wanted = rules["properties"][key]
+        must = f"one of {_shorten(wanted['enum'])}" if "enum" in wanted else f"of type {_name_types(wanted)}"
+        yield Problem(_where(document, path), f"key {key!r} is missing; it must be {must}")
+    else:
+        limit = error.validator_value
+        sentences = {
+            "type": f"of type {_name_types(rules)}",
+            "oneOf": f"of type {_name_types(rules)}",
+            "enum": f"one of {_shorten(limit)}",
+            "minimum": f"{limit} or more",
+            "maximum": f"{limit} or less",
+            "exclusiveMinimum": f"greater than {limit}",
+            "minLength": f"at least {limit} character long",
+            "minItems": f"a list of at least {limit}",
+            "pattern": "made of letters, digits, '_', '-' and '.'",
+        }
+        must = sentences.get(str(error.validator), error.message)
+        yield Problem(_where(document, path), f"must be {must}, but is {_shorten(instance)} instead")
 
 
-def _described(rules: dict[str, Any]) -> str:
-    if "enum" in rules:
-        return f"one of {_shown(rules['enum'])}"
-    return f"of type {_either(_types(rules['oneOf']) if 'oneOf' in rules else rules.get('type', 'string'))}"
-
-
-def _where(document: Document, path: tuple[str | int, ...]) -> str:
+def _where(document: Document, path: JsonPath) -> str:
     dotted = ".".join(str(part) for part in path)
-    return f"{document.place(path)}" + (f" ({dotted})" if dotted else "")
+    return document.place(path) + (f" ({dotted})" if dotted else "")
 
 
-def _allowed(error: ValidationError) -> str:
-    rules: dict[str, str] = {
-        "type": f"of type {_either(error.validator_value)}",
-        "enum": f"one of {_shown(error.validator_value)}",
-        "minimum": f"{error.validator_value} or more",
-        "maximum": f"{error.validator_value} or less",
-        "exclusiveMinimum": f"greater than {error.validator_value}",
-        "minLength": f"at least {error.validator_value} character long",
-        "minItems": f"a list of at least {error.validator_value}",
-        "pattern": "made of letters, digits, '_', '-' and '.'",
-    }
-    if error.validator == "oneOf":
-        return f"of type {_either(_types(error.validator_value))}"
-    return rules.get(str(error.validator), error.message)
+def _name_types(rules: Mapping[str, Json]) -> str:
+    """Return the types that a part of a schema allows, in words."""
+    if "oneOf" in rules:
+        # An alternative without a type refers to the definition of a name, which is a string.
+        return " or ".join(str(rule.get("type", "string")) for rule in rules["oneOf"])
+    types = rules.get("type", "string")
+    return " or ".join(map(str, types)) if isinstance(types, list) else str(types)
 
 
-def _either(types: Any) -> str:
-    return types if isinstance(types, str) else " or ".join(map(str, types)) if isinstance(types, list) else str(types)
-
-
-def _types(alternatives: Any) -> list[str]:
-    # What is only referred to is a name.
-    return [str(one.get("type", "string")) for one in alternatives if isinstance(one, dict)]
-
-
-def _shown(value: Any) -> str:
+def _shorten(value: Json) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def contradiction_problems(training: Mapping[str, Json], path: Path) -> Iterator[Problem]:
+    """Yield settings of training.json that are valid by themselves, but not together."""
+    for (key, value), (other_key, other_value), why in _CONTRADICTIONS:
+        if training.get(key) == value and training.get(other_key) == other_value:
+            yield Problem(
+                f"{path} ({key})",
+                f"{json.dumps(value)} does not go together with {other_key}: {json.dumps(other_value)}, because {why}",
+                "change one of them",
+            )

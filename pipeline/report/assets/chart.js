@@ -17,7 +17,8 @@ function zoomTo(range) {
 }
 
 function switchStory(story, isShown) {
-  isShown ? shared.hiddenStories.delete(story) : shared.hiddenStories.add(story);
+  if (isShown) shared.hiddenStories.delete(story);
+  else shared.hiddenStories.add(story);
   redrawAll();
 }
 
@@ -29,8 +30,8 @@ function depth(curve) {
 class Chart {
   /** A curve is {kind, story, label, x, y, colour, dash, look}, a mark {kind, story, colour, x, y, of, text}. */
   constructor({ title, note = "", unit = "", curves, marks = [], hidden = [] }) {
-    const told = new Set(curves.map((curve) => curve.story));
-    this.marks = marks.filter((mark) => told.has(mark.story));
+    const drawnStories = new Set(curves.map((curve) => curve.story));
+    this.marks = marks.filter((mark) => drawnStories.has(mark.story));
     Object.assign(this, { title, unit, curves, isLog: false, hidden: new Set(hidden) });
     this.plot = element("div", { class: "plot" });
     this.pointing = new Pointing(this);
@@ -60,11 +61,13 @@ class Chart {
   }
 
   legendEntry(kind) {
-    const own = this.curves.filter((curve) => curve.kind === kind);
-    const isShared = own.some((curve) => curve.colour !== own[0].colour);
-    const sample = lineSample(isShared ? { ...own[0], colour: "plain" } : own[0]);
+    const [first, ...others] = this.curves.filter((curve) => curve.kind === kind);
+    // One entry for the curves of several experiments, which have a colour each.
+    const isShared = others.some((curve) => curve.colour !== first.colour);
+    const sample = lineSample(isShared ? { ...first, colour: "plain" } : first);
     const change = (isOn) => {
-      isOn ? this.hidden.delete(kind) : this.hidden.add(kind);
+      if (isOn) this.hidden.delete(kind);
+      else this.hidden.add(kind);
       this.draw();
     };
     return toggle({ class: "key" }, !this.hidden.has(kind), change, sample, kind);
@@ -90,7 +93,7 @@ class Chart {
     this.pointing.attach(svg);
   }
 
-  /** Return what is drawn inside the plot alone: zoomed in, lines go on beyond it. */
+  /** Return what is drawn inside the plot alone: zoomed in, lines continue beyond it. */
   clipped(nodes) {
     const id = `plot-${shared.charts.indexOf(this)}`, clip = shape("clipPath", { id });
     const [width, height] = [this.right - this.left + 8, this.base + 2];

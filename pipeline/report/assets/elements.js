@@ -17,7 +17,7 @@ function shape(tag, attributes = {}, text = "") {
   return node;
 }
 
-/** Return a button that is on or off; `change` is told which. */
+/** Return a button that is on or off; `change` is called with its new state. */
 function toggle(attributes, isOn, change, ...children) {
   const button = element("button", { type: "button", ...attributes, "aria-pressed": String(isOn) }, ...children);
   button.addEventListener("click", () => {

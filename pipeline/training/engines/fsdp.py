@@ -21,10 +21,15 @@ class FsdpEngine(GradientEngine):
     """
 
     def __init__(self, experiment: Experiment, processes: Processes) -> None:
-        super().__init__(experiment, processes, lambda like: PlainSums(like, processes))
+        super().__init__(experiment, processes, PlainSums)
         self.loss_scale = processes.world_size
-        modules = [one for module in experiment.components.all_modules.values() for one in module.modules()]
-        self._units: list[Any] = [one for one in modules if hasattr(one, "reshard")]
+        # Recognised by what they can do: FSDP's packages take long to import, and every run imports this module.
+        self._units: list[Any] = [
+            layer
+            for module in experiment.components.all_modules.values()
+            for layer in module.modules()
+            if hasattr(layer, "reshard")
+        ]
 
     def _reduce(self) -> torch.Tensor:
         """Return this rank's message; it is added over the ranks together with the norms."""
@@ -42,12 +47,12 @@ class FsdpEngine(GradientEngine):
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, gradient.to_local()) for name, gradient in super()._gradients()]  # type: ignore[attr-defined]
 
-    def _known(self, message: torch.Tensor, norms: list[torch.Tensor]) -> list[float]:
-        squares = [norm.double() ** 2 for norm in norms]
-        known = self._processes.sum(torch.cat([message.double(), *(one.view(1) for one in squares)])).tolist()
-        return [*known[: len(message)], *map(math.sqrt, known[len(message) :])]
+    def _read_numbers(self, message: torch.Tensor, norms: list[torch.Tensor]) -> list[float]:
+        squares = [norm.double().square().view(1) for norm in norms]
+        numbers = self._processes.sum(torch.cat([message.double(), *squares])).tolist()
+        return [*numbers[: len(message)], *map(math.sqrt, numbers[len(message) :])]
 
-    def _clip(self, norm: float) -> None:
-        if self._clip_norm is not None and norm > self._clip_norm:
-            factor = self._clip_norm / (self._on_device(norm) + 1e-6)
-            torch._foreach_mul_([gradient for _, gradient in self._gradients()], factor)
+    def _clip(self, max_norm: float, norm: float) -> None:
+        # As torch's clip_grads_with_norm_ does it, which does not take shards with a plain norm.
+        factor = max_norm / (self._on_device(norm) + 1e-6)
+        torch._foreach_mul_([gradient for _, gradient in self._gradients()], factor)

@@ -1,4 +1,4 @@
-"""Sums over the batches of a step, whichever process has which batch."""
+"""Sums over the batches of a step, whichever rank runs which batch, and norms of what was summed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ Tensors = list[torch.Tensor | None]
 # Bytes of one bucket: enough to keep a network busy, little compared with what a step needs anyway.
 _BUCKET_BYTES = 4 << 20
 # One bucket is packed while those before it travel: to be added, and back.
-_AT_ONCE = 3
+_MAX_IN_FLIGHT = 3
 # The one number that changes nothing when it is added: 0.0 would turn -0.0 into 0.0.
-_NOTHING = -0.0
+_NEUTRAL = -0.0
+# The types of which one kernel computes all norms in float32.
+_FOREACH_NORM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class BatchSums(Protocol):
-    """Adds lists of tensors over the batches of a step, on all ranks."""
+    """Adds lists of tensors, shaped like those of ``like``, over the batches of a step, on all ranks."""
+
+    def __init__(self, like: list[torch.Tensor], processes: Processes) -> None: ...
 
     def begin(self, num_batches: int) -> None:
         """Forget the step before; the next has so many batches on all ranks together."""
@@ -35,10 +39,6 @@ class BatchSums(Protocol):
         """Return the sums over all ranks, all of which must ask."""
 
 
-def nothing() -> None:
-    """Do nothing while waiting."""
-
-
 class PlainSums:
     """Adds as it comes, each rank its own batches, then all of them: rounding depends on the number of ranks."""
 
@@ -47,6 +47,7 @@ class PlainSums:
         self._processes = processes
 
     def begin(self, num_batches: int) -> None:
+        # float64 also holds the numbers of batches that BatchNorm counts, exactly.
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._like]
 
     def add(self, tensors: Tensors, num_batches: int = 1) -> None:
@@ -81,62 +82,85 @@ class TreeSums:
         self._processes = processes
         self._device = processes.device
         self._buckets = list(_buckets(self._like, processes.world_size))
-        self._kept: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        self._memory: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
 
     def begin(self, num_batches: int) -> None:
         self._num_batches = num_batches
         self._position = share_of(num_batches, self._processes.rank, self._processes.world_size).start
-        self._branches = Branches[Tensors](_added)
+        self._branches = Branches[Tensors](_add_tensors)
+        self._in_flight: deque[Iterator[None]] = deque()
+        self._totals: list[torch.Tensor] | None = None
 
     def add(self, tensors: Tensors, num_batches: int = 1) -> None:
-        arranged = [
-            None if one is None else _arranged(one, like) for one, like in zip(tensors, self._like, strict=True)
-        ]
+        arranged: Tensors = []
+        for tensor, like in zip(tensors, self._like, strict=True):
+            if tensor is not None and tensor.stride() != like.stride():
+                # Ranks exchange what lies in memory, which must be in the same order on all of them.
+                tensor = torch.empty_like(like, device=tensor.device).copy_(tensor)
+            arranged.append(tensor)
         self._branches.push(Branch(self._position, num_batches, arranged))
         self._position += num_batches
 
-    def total(self, meanwhile: Callable[[], None] = nothing) -> Tensors:
+    def start(self) -> None:
+        """Begin to exchange the sums of all ranks; the caller may do something else before it asks for the total."""
+        if self._processes.world_size == 1:
+            return
+        held = [branch.value for branch in self._branches.held]
+        self._totals = []
+        for index, like in enumerate(self._like):
+            # What a rank has summed up is not needed any more once it was sent, so the totals may take its place.
+            reusable = (tensors[index] for tensors in held)
+            place = next((tensor for tensor in reusable if tensor is not None), None)
+            self._totals.append(torch.empty_like(like, device=self._device) if place is None else place)
+        for number, bucket in enumerate(self._buckets):
+            self._in_flight.append(self._reduce(bucket, held, self._totals, number % _MAX_IN_FLIGHT))
+            self._advance()
+
+    def total(self) -> Tensors:
         if self._processes.world_size == 1:
             return self._branches.root()
-        own = [branch.value for branch in self._branches.held]
-        # What a rank has summed up is not needed any more once it was sent, so that the totals may take its place.
-        totals = [self._place_for(index, own) for index in range(len(self._like))]
-        running: deque[Iterator[None]] = deque()
-        for number, bucket in enumerate(self._buckets):
-            running.append(self._reduce(bucket, own, totals, number % _AT_ONCE))
-            _advance(running)
-        meanwhile()
-        while running:
-            _advance(running)
-        return list(totals)
+        if self._totals is None:
+            self.start()
+        while self._in_flight:
+            self._advance()
+        return list(self._totals or ())
 
-    def _place_for(self, index: int, own: list[Tensors]) -> torch.Tensor:
-        found = (tensors[index] for tensors in own)
-        place = next((tensor for tensor in found if tensor is not None), None)
-        return torch.empty_like(self._like[index], device=self._device) if place is None else place
+    def _advance(self) -> None:
+        """Advance every in-flight bucket by one phase, newest first, to overlap communication."""
+        is_oldest_done = False
+        for bucket in reversed(self._in_flight):
+            # A bucket yields None as long as it has another phase.
+            is_oldest_done = bool(next(bucket, True))
+        if is_oldest_done:
+            self._in_flight.popleft()
 
     def _reduce(
-        self, bucket: list[_Piece], own: list[Tensors], totals: list[torch.Tensor], slot: int
+        self, bucket: list[_Piece], held: list[Tensors], totals: list[torch.Tensor], slot: int
     ) -> Iterator[None]:
         """Sum one bucket over all batches of all ranks, yielding wherever other buckets can advance."""
         world_size = self._processes.world_size
-        held = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
-        sent = self._packed(bucket, own, slot)
-        received = self._scratch("received", slot, sum(map(len, held)), sent)
-        wait = self._processes.all_to_all_async(sent, received, [len(branches) for branches in held])
+        by_rank = [branches_of(self._num_batches, rank, world_size) for rank in range(world_size)]
+        sent = self._pack(bucket, held, slot)
+        received = self._scratch("received", slot, sum(map(len, by_rank)), sent)
+        wait = self._processes.all_to_all_async(sent, received, [len(branches) for branches in by_rank])
         yield
         wait()
+        # Branches of the ranks follow each other, so this continues each rank's part of the tree up to its root.
         sums = Branches[torch.Tensor](torch.Tensor.add_)
-        for branch, row in zip((one for branches in held for one in branches), received, strict=True):
+        for branch, row in zip((branch for branches in by_rank for branch in branches), received, strict=True):
             sums.push(Branch(branch.start, branch.size, row))
-        # Gathering the parts is an exchange in which everyone gets the same; gloo's own way takes twice as long.
+        # An all-gather as an all-to-all in which every rank gets the same: gloo's own all-gather takes twice as long.
         part = self._scratch("part", slot, world_size, sent).copy_(sums.root())
         whole = self._in_place(bucket, totals)
         whole = self._scratch("whole", slot, world_size, sent) if whole is None else whole
         wait = self._processes.all_to_all_async(part, whole, [1] * world_size)
         yield
         wait()
-        self._unpack(bucket, whole.view(-1), totals)
+        *parts, _ = _split(whole.view(-1), bucket)
+        for piece, reduced in zip(bucket, parts, strict=True):
+            place = _flat(totals[piece.tensor])[piece.start : piece.stop]
+            if place.data_ptr() != reduced.data_ptr():
+                place.copy_(reduced)
 
     def _in_place(self, bucket: list[_Piece], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return a bucket as rows for each rank where it lies, if it is one piece that can be shared out evenly."""
@@ -147,50 +171,37 @@ class TreeSums:
             return None
         return _flat(tensor)[piece.start : piece.stop].view(world_size, -1)
 
-    def _packed(self, bucket: list[_Piece], own: list[Tensors], slot: int) -> torch.Tensor:
+    def _pack(self, bucket: list[_Piece], held: list[Tensors], slot: int) -> torch.Tensor:
         """Return rows of equal length: for each rank its part of every branch of this rank."""
-        in_place = self._in_place(bucket, own[0]) if len(own) == 1 else None
+        in_place = self._in_place(bucket, held[0]) if len(held) == 1 else None
         if in_place is not None:
             return in_place
         world_size = self._processes.world_size
         num_elements = sum(piece.stop - piece.start for piece in bucket)
         dtype = self._like[bucket[0].tensor].dtype
         row_like = torch.empty((1, -(-num_elements // world_size)), dtype=dtype, device="meta")
-        rows = self._scratch("branches", slot, world_size * len(own), row_like)
-        for row, tensors in zip(rows.view(len(own), world_size * rows.shape[1]), own, strict=True):
+        rows = self._scratch("branches", slot, world_size * len(held), row_like)
+        for row, tensors in zip(rows.view(len(held), world_size * rows.shape[1]), held, strict=True):
             *places, rest = _split(row, bucket)
-            rest.fill_(_NOTHING)
+            rest.fill_(_NEUTRAL)
             for piece, place in zip(bucket, places, strict=True):
                 tensor = tensors[piece.tensor]
-                place.fill_(_NOTHING) if tensor is None else place.copy_(_flat(tensor)[piece.start : piece.stop])
-        if len(own) == 1:
+                if tensor is None:
+                    place.fill_(_NEUTRAL)
+                else:
+                    place.copy_(_flat(tensor)[piece.start : piece.stop])
+        if len(held) == 1:
             return rows
-        by_rank = rows.view(len(own), world_size, rows.shape[1]).transpose(0, 1)
+        by_rank = rows.view(len(held), world_size, rows.shape[1]).transpose(0, 1)
         return self._scratch("sent", slot, len(rows), rows).view_as(by_rank).copy_(by_rank).view_as(rows)
-
-    def _unpack(self, bucket: list[_Piece], reduced: torch.Tensor, totals: list[torch.Tensor]) -> None:
-        *parts, _ = _split(reduced, bucket)
-        for piece, part in zip(bucket, parts, strict=True):
-            place = _flat(totals[piece.tensor])[piece.start : piece.stop]
-            if place.data_ptr() != part.data_ptr():
-                place.copy_(part)
 
     def _scratch(self, name: str, slot: int, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """Return rows in memory that is used again and again: fresh memory costs more than what is done with it."""
         num_elements = num_rows * like.shape[1]
         key = (name, slot, like.dtype)
-        if key not in self._kept or len(self._kept[key]) < num_elements:
-            self._kept[key] = torch.empty(num_elements, dtype=like.dtype, device=self._device)
-        return self._kept[key][:num_elements].view(num_rows, like.shape[1])
-
-
-def _advance(running: deque[Iterator[None]]) -> None:
-    """Advance every in-flight bucket by one phase, newest first, to overlap communication."""
-    is_done = False
-    for one in reversed(running):
-        is_done = bool(next(one, True))
-    if is_done:
-        running.popleft()
+        if key not in self._memory or len(self._memory[key]) < num_elements:
+            self._memory[key] = torch.empty(num_elements, dtype=like.dtype, device=self._device)
+        return self._memory[key][:num_elements].view(num_rows, like.shape[1])
 
 
 def _buckets(like: list[torch.Tensor], world_size: int) -> Iterator[list[_Piece]]:
@@ -223,24 +234,18 @@ def _split(elements: torch.Tensor, bucket: list[_Piece]) -> list[torch.Tensor]:
     return list(elements.split([*sizes, len(elements) - sum(sizes)]))
 
 
-def _arranged(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose elements lie in memory as they do on every other rank."""
-    if tensor.stride() == like.stride():
-        return tensor
-    return torch.empty_like(like, device=tensor.device).copy_(tensor)
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return all elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _added(left: Tensors, right: Tensors) -> Tensors:
-    """Add the right tensors to the left ones, in place."""
-    both = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+def _add_tensors(left: Tensors, right: Tensors) -> Tensors:
+    """Add the right tensors to the left ones, in place; where one of the two is absent, the other is the sum."""
+    pairs = list(zip(left, right, strict=True))
+    both = [(total, other) for total, other in pairs if total is not None and other is not None]
     if both:
-        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
-    return [other if one is None else one for one, other in zip(left, right, strict=True)]
+        torch._foreach_add_([total for total, _ in both], [other for _, other in both])
+    return [other if total is None else total for total, other in pairs]
 
 
 Value = TypeVar("Value")
@@ -285,10 +290,26 @@ class Branches(Generic[Value]):
         return value
 
 
+def _add_nothing(left: None, right: None) -> None:
+    """Add branches of which only the shape of the tree is wanted."""
+
+
 @lru_cache(maxsize=1024)
 def branches_of(num_batches: int, rank: int, world_size: int) -> tuple[Branch[None], ...]:
     """Return the branches whose sums one rank can make of its own batches of a step."""
-    branches = Branches[None](lambda left, right: None)
+    branches = Branches[None](_add_nothing)
     for position in share_of(num_batches, rank, world_size):
         branches.push(Branch(position, 1, None))
     return tuple(branches.held)
+
+
+def gradient_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each gradient, as float32."""
+    if all(gradient.dtype in _FOREACH_NORM and not gradient.is_sparse for gradient in gradients):
+        return list(torch._foreach_norm(gradients, dtype=torch.float32)) if gradients else []
+    norms = []
+    for gradient in gradients:
+        # A sparse gradient may list an index twice; only the coalesced values are its elements.
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms.append(torch.linalg.vector_norm(values).to(torch.float32))
+    return norms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -9,7 +10,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from pipeline.checkpoint.parts import PersistedParts
+from pipeline.checkpoint.parts import Moment, PersistedParts, TensorPart
+from pipeline.checkpoint.snapshots import Snapshots
 
 
 def parts_of(records: SimpleNamespace, components: Any = None) -> PersistedParts:
@@ -27,9 +29,9 @@ def test_copies_of_frozen_weights_go_with_the_first_commit() -> None:
     components = SimpleNamespace(data_counters={}, **modules, **policies)
     taken: list[ref[torch.Tensor]] = []
     parts = parts_of(SimpleNamespace(epoch_files=lambda split: {}), components)
-    changes = parts.prepared()
+    changes = parts.initial_state()
     for writer in changes.files.values():
-        (held,) = (cell.cell_contents for cell in writer.__closure__)  # type: ignore[attr-defined]
+        (held,) = writer.args  # type: ignore[attr-defined]
         taken += [ref(tensor) for tensor in held.values()]
     del changes, writer, held
     assert [tensor() is None for tensor in taken] == [True, True, False, False]
@@ -53,3 +55,33 @@ def test_long_epoch_has_few_segments_that_cover_all_steps() -> None:
         )
     assert len(present) <= 15
     assert written < 16 * records.num_steps
+
+
+def test_two_modules_of_one_name_have_copies_of_their_own() -> None:
+    """An average of a module's weights has the same keys and shapes, and both go into one commit."""
+    snapshots = Snapshots(copies=True)
+    module, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    writers = [snapshots.take("module net", owner)[0] for owner in (module, average)]
+    for writer, owner in zip(writers, (module, average), strict=True):
+        file = io.BytesIO()
+        writer(file)
+        file.seek(0)
+        assert torch.equal(torch.load(file)["weight"], owner.weight)
+
+
+def test_tensors_that_follow_an_evaluation_are_part_of_its_commit() -> None:
+    """A row that is written after evaluations is committed there, restored by a resume and compared over ranks."""
+    module = nn.Linear(2, 2)
+    policies = dict.fromkeys(("early_stopper", "checkpoint_saver"), SimpleNamespace(save=print))
+    weighter = SimpleNamespace(save=print, get_loss_weight=lambda name: 1.0)
+    modules = {"frozen_modules": {}, "trained_modules": {}, "all_modules": {}}
+    components = SimpleNamespace(data_counters={}, loss_weighter=weighter, **modules, **policies)
+    records = SimpleNamespace(losses={"val": {}}, epoch_files=lambda split: {})
+    parts = parts_of(records, components)
+    path = "module_ckps/swa/net.pt"
+    parts._tensor_parts.append(TensorPart(path, module, frozenset({Moment.AFTER_EVALUATION}), has_default=True))
+    changes = parts.evaluated_epoch(1, [], [])
+    assert list(changes.files) == [path]
+    assert not changes.is_partial
+    assert parts.is_needed(path)
+    assert parts.modules() == {path: module}

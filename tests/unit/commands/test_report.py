@@ -47,7 +47,7 @@ def test_report_of_several_experiments_lies_here(home: Path, monkeypatch: pytest
         (("tinny",), "Did you mean 'tiny'?"),
         (("../tiny",), "The experiment name must be"),
         (("tiny", "--out", "."), "--out must be a file"),
-        (("tiny", "--out", "missing/page.html"), "--out must lie in a folder that exists"),
+        (("tiny", "--out", "missing/page.html"), "--out must be in a folder that exists"),
     ],
 )
 def test_bad_input_is_told(home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.slurm import _seconds
-from pipeline.monitoring.experiment_state import state_of
+from pipeline.monitoring.experiment_state import read_overview, state_of
 from pipeline.monitoring.launch_record import record_job
-from pipeline.monitoring.overview import describe
 from pipeline.paths import ExperimentPaths
 from pipeline.system import slurm_client as scheduler
 from tests.support.experiments import tree, write_experiment
@@ -156,7 +155,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "commands"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    scheduler._asked.cache_clear()
+    scheduler._query_job.cache_clear()
     return folder
 
 
@@ -258,7 +257,7 @@ def test_signal_of_an_earlier_life_is_no_excuse(several: Path, commands: Path) -
     run_inside(several, "--stop-after-epoch", "0")
     journal = ExperimentPaths(several, "tiny").journal_file
     journal.write_text(journal.read_text().replace("epoch 0 is complete", "SIGTERM"))
-    assert "SIGTERM" in describe(ExperimentPaths(several, "tiny"))["ended"]["reason"]
+    assert "SIGTERM" in read_overview(ExperimentPaths(several, "tiny")).ended.reason
     code, said = run_script(several, commands, '[ "${@: -1}" = true ] || exit 1')
     assert code == 1
     assert "ended with code 1, unfinished; not requeued" in said

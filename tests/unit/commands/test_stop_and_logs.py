@@ -121,7 +121,7 @@ def leave_claim(paths: ExperimentPaths) -> Path:
 
 def test_claim_of_a_dead_run_takes_no_requests(paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that takes over has a claim of its own, and is not asked before it has."""
-    monkeypatch.setattr(lock_module, "_HEARTBEATS_TO_WAIT_FOR", 0)
+    monkeypatch.setattr(lock_module, "MAX_MISSED_HEARTBEATS", 0)
     leave_claim(paths)
     assert find_stop_file(paths) is None
     lock = RunLock(paths)

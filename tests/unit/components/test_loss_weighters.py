@@ -76,13 +76,13 @@ def test_dynamic_average_begins_uniformly() -> None:
     assert weights(weighter, "a", "b") == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_dynamic_average_keeps_its_weights_over_odd_losses(odd: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_dynamic_average_keeps_its_weights_over_losses_that_are_not_finite(value: float) -> None:
     """A loss that is not finite cannot spoil the weights."""
     weighter = DynamicWeightAverage()
     weighter.before_train_epoch(losses_of({"a": [4.0, 1.0], "b": [1.0, 1.0]}))
     before = weights(weighter, "a", "b")
-    weighter.before_train_epoch(losses_of({"a": [4.0, 1.0, odd], "b": [1.0, 1.0, 1.0]}))
+    weighter.before_train_epoch(losses_of({"a": [4.0, 1.0, value], "b": [1.0, 1.0, 1.0]}))
     assert weights(weighter, "a", "b") == before
 
 
@@ -125,7 +125,7 @@ def test_moving_average_survives_a_loss_of_zero() -> None:
 
 
 def test_moving_average_comes_back_with_the_same_bits(tmp_path: Path) -> None:
-    """A restored weighter goes on exactly like one that never stopped."""
+    """A restored weighter continues exactly like one that never stopped."""
     first, second = balanced(0.9, a=[1 / 3, 0.1], b=[7 / 11, 2.0]), MovingAverageLossWeighter(0.9)
     first.save(tmp_path)
     second.load(tmp_path)

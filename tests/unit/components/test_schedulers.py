@@ -161,7 +161,7 @@ def test_warm_up_restored_after_it_ended_goes_on(tmp_path: Path) -> None:
 
 
 def test_warm_up_passes_the_start_epoch_on() -> None:
-    """The scheduler behind it is told once from which epoch on it acts: after the warm-up."""
+    """The following scheduler is initialised once, with the first epoch after the warm-up."""
 
     class Listener(BaseScheduler):
         heard: int | None = None

@@ -51,6 +51,6 @@ def test_memory_order_does_not_matter() -> None:
     """Equal values are equal whatever their strides, also of tensors without elements or dimensions."""
     tensor = torch.randn(2, 3, 4, 5)
     tensors = [tensor, tensor.to(memory_format=torch.channels_last), torch.zeros(0), torch.zeros(())]
-    found = checksums(tensors)
-    assert found[0] == found[1]
-    assert found[2:] == [0, 0]
+    sums = checksums(tensors)
+    assert sums[0] == sums[1]
+    assert sums[2:] == [0, 0]

@@ -31,15 +31,15 @@ def test_libraries_are_read_from_what_torch_says(monkeypatch: pytest.MonkeyPatch
         "  - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa71)\n"
     )
     monkeypatch.setattr(torch.__config__, "show", lambda: text)
-    found = describe_hardware(CPU)
-    assert (found.mkl, found.onednn) == ("2024.2-Product Build 20240605", "3.12.0")
+    described = describe_hardware(CPU)
+    assert (described.mkl, described.onednn) == ("2024.2-Product Build 20240605", "3.12.0")
     monkeypatch.setattr(torch.__config__, "show", lambda: "PyTorch built with:\n  - GCC 13.3\n")
-    found = describe_hardware(CPU)
-    assert (found.mkl, found.onednn, found.cuda, found.cudnn) == (None, None, None, None)
+    described = describe_hardware(CPU)
+    assert (described.mkl, described.onednn, described.cuda, described.cudnn) == (None, None, None, None)
 
 
 def test_numpy_that_does_not_say_its_blas_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name and version are known where numpy tells them."""
+    """Name and version are known where numpy reports them."""
     assert describe_hardware(CPU).blas
     monkeypatch.setattr(hardware.numpy, "show_config", lambda mode: {"Build Dependencies": {}})
     assert describe_hardware(CPU).blas is None
@@ -56,13 +56,13 @@ def test_variables_that_pin_vector_units_are_described(monkeypatch: pytest.Monke
 
 
 def test_gpu_is_described_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model, CUDA and cuDNN are those of the GPU; the CPU beside it is described as well."""
+    """Model, CUDA and cuDNN are those of the GPU; the CPU of its machine is described as well."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    found = describe_hardware(torch.device("cuda", 0))
-    assert (found.device, found.cuda, found.cudnn) == ("A100", "12.8", "91002")
-    assert found.cpu == describe_hardware(CPU).cpu
+    described = describe_hardware(torch.device("cuda", 0))
+    assert (described.device, described.cuda, described.cudnn) == ("A100", "12.8", "91002")
+    assert described.cpu == describe_hardware(CPU).cpu
 
 
 def test_equal_ranks_are_fine(ranks: list[Hardware]) -> None:
@@ -87,7 +87,7 @@ def test_unequal_ranks_are_refused_with_exact(ranks: list[Hardware]) -> None:
     assert "set threads in training.json" in threads.fix
 
 
-def test_unequal_cpus_beside_equal_gpus_are_refused_with_exact(ranks: list[Hardware]) -> None:
+def test_unequal_cpus_with_equal_gpus_are_refused_with_exact(ranks: list[Hardware]) -> None:
     """Data transforms run on the CPU."""
     ranks[:] = [replace(rank, device="A100", cpu=f"CPU {number}") for number, rank in enumerate(ranks)]
     with pytest.raises(

@@ -102,7 +102,7 @@ def test_stranger_on_the_port_is_not_listened_to(monkeypatch: pytest.MonkeyPatch
 
 
 def test_machine_that_cannot_be_called_is_a_warning(second_machine: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Behind a firewall a run works as well; a loss is then noticed later."""
+    """A run also works behind a firewall; a loss is then detected later."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     new_monitor()[0]._connect(port, "token", "node0")
@@ -110,13 +110,13 @@ def test_machine_that_cannot_be_called_is_a_warning(second_machine: None, caplog
 
 
 @pytest.mark.parametrize(("minutes", "seconds"), [(30, 60), (0.25, 12), (0.01, 6)])
-def test_nobody_is_waited_for_longer_than_the_timeout(minutes: float, seconds: int) -> None:
+def test_peer_is_not_waited_for_longer_than_the_timeout(minutes: float, seconds: int) -> None:
     """A minute, or what the timeout allows, in whole sixths."""
     assert seconds_until_lost(timedelta(minutes=minutes)) == seconds
 
 
 def test_one_torchrun_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a second torchrun there is nobody to lose."""
+    """Without a second torchrun there is no machine to lose."""
     assert not has_several_machines()
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert has_several_machines()

@@ -39,7 +39,7 @@ def test_without_torchrun_nothing_is_joined() -> None:
 
 @pytest.mark.parametrize("act", ["on_rank_zero", "on_all_ranks"])
 def test_refusal_is_marked_as_shared(act: str) -> None:
-    """Every rank has the refusal, so that rank zero alone tells it."""
+    """Every rank has the refusal, so that rank 0 alone reports it."""
     with pytest.raises(StateConflict) as raised:
         getattr(Processes(), act)(refuse)
     assert raised.value.is_shared
@@ -60,12 +60,12 @@ def test_answer_comes_back(act: str) -> None:
 
 @pytest.mark.parametrize(("count", "expected"), [("0", False), ("1", True), ("7", True)])
 def test_restart_by_torchrun_is_known(count: str, expected: bool) -> None:
-    """Processes that torchrun has started again go on instead of starting over."""
+    """Processes that torchrun has restarted continue instead of starting over."""
     with patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": count}):
         assert Processes().was_restarted is expected
 
 
-def test_lost_peer_is_told_from_a_bug() -> None:
+def test_lost_peer_is_distinguished_from_a_bug() -> None:
     """Only what the other process's end causes counts as its loss."""
     assert is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert is_lost_peer(RuntimeError("Application timeout caused pair closure"))
@@ -73,21 +73,21 @@ def test_lost_peer_is_told_from_a_bug() -> None:
     assert not is_lost_peer(ValueError("Connection closed by peer"))
 
 
-def test_silent_peer_is_told_from_one_that_ended() -> None:
-    """Who waited in vain should not be told of a crash."""
+def test_silent_peer_is_distinguished_from_one_that_ended() -> None:
+    """A timeout must not be reported as a crash of another process."""
     assert is_silent_peer(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 15000ms for recv"))
     assert not is_silent_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not is_silent_peer(TimeoutError("timed out waiting"))
 
 
 def test_first_of_all_processes_is_found_by_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes that fail together one speaks; one that cannot ask any more speaks as well."""
+    """Of two processes that fail together one reports; one that gets no answer reports as well."""
     store = dist.HashStore()
     first, second = (Processes(rank, 2, store=store) for rank in range(2))
     assert (first.is_first("to fail"), second.is_first("to fail")) == (True, False)
     assert second.is_first("to miss another")
     with patch.object(dist.HashStore, "add", side_effect=RuntimeError("gone")):
         assert second.is_first("to fail")
-    monkeypatch.setattr(processes, "_SECONDS_OF_PATIENCE", 0.1)
+    monkeypatch.setattr(processes, "_MAX_SECONDS_TO_ASK", 0.1)
     with patch.object(dist.HashStore, "add", side_effect=lambda *words: time.sleep(10)):
         assert second.is_first("to fail")

@@ -22,17 +22,17 @@ def meet_three(store: Store) -> list[Store]:
 
 
 def test_processes_of_one_start_share_a_store_and_find_nothing_in_it() -> None:
-    """What one sets the others get; what the start before has left is not there."""
+    """All of them see what one has set, and nothing that an earlier start has left."""
     store = dist.HashStore()
     for address in (b"of the first start", b"of the second"):
         stores = meet_three(store)
-        assert not any(one.check(["address"]) for one in stores)
+        assert not any(shared.check(["address"]) for shared in stores)
         stores[1].set("address", address)
-        assert [one.get("address") for one in stores] == [address] * 3
+        assert [shared.get("address") for shared in stores] == [address] * 3
 
 
-def test_question_of_a_dead_process_is_answered_to_nobody() -> None:
-    """Rank zero goes on until the living one has come."""
+def test_question_of_a_dead_process_does_not_count() -> None:
+    """Rank 0 answers it in vain, and continues until the living process has joined."""
     store = dist.HashStore()
     store.set("question_1", "of a process that was killed")
     with ThreadPoolExecutor() as pool:
@@ -42,13 +42,13 @@ def test_question_of_a_dead_process_is_answered_to_nobody() -> None:
 
 
 def test_process_that_does_not_come_is_named() -> None:
-    """After the time that processes wait for each other, the missing ranks are told."""
+    """After the timeout, the missing ranks are named."""
     with pytest.raises(PipelineError, match=r"of 3 processes, rank 1, 2 did not come\.\n  fix: look at the output"):
         receive(dist.HashStore(), 3, timedelta(seconds=0.1))
 
 
-def test_rank_zero_that_does_not_answer_is_told() -> None:
-    """Whoever asks in vain says so in a sentence."""
+def test_rank_zero_that_does_not_answer_is_reported() -> None:
+    """A rank that gets no answer says so in a sentence."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(PipelineError, match=r"but rank 0 did not answer rank 1\.\n  fix:"):
@@ -59,7 +59,7 @@ def test_rank_zero_that_does_not_answer_is_told() -> None:
     ("identities", "expected"), [(["a", "b", "c"], False), (["a", "b", "a"], True), (["", "", ""], False)]
 )
 def test_every_rank_learns_whether_two_are_the_same(identities: list[str], expected: bool) -> None:
-    """Ranks that use one device together are found by all of them; those without an identity may be many."""
+    """All ranks learn that two of them use the same device; ranks without an identity do not count."""
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(has_twins, store, 3, identity) for identity in identities]

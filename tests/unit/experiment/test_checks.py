@@ -10,7 +10,8 @@ import torch
 
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.assembly import Experiment, assemble, read_checked_contents
-from pipeline.experiment.checks import sparse_problems
+from pipeline.experiment.checks.data import check_even_steps
+from pipeline.experiment.checks.parameters import sparse_problems
 from pipeline.experiment.settings.settings import parse_settings, read_contents
 from tests.support.experiments import write_experiment
 
@@ -99,6 +100,18 @@ def test_register_listed_twice_is_told(tmp_path: Path) -> None:
     """Two registers of one name would share a folder."""
     registers = {"loss_registers": ["loss_a", "loss_b", "error", {"name": "error", "optimize": False}]}
     assert "'error' must be listed once, but is listed 2 times" in only_problem(tmp_path, loss_registers=registers).what
+
+
+def test_register_of_several_lines_is_told_at_its_name(tmp_path: Path) -> None:
+    """The line is that of the name, and a register that only --set has added has none."""
+    text = '{"loss_registers": ["loss_a", "loss_b", "error",\n{"optimize": false,\n"name": "lost"}]}'
+    folder = write_experiment(tmp_path, files={"settings/loss_registers.json": text})
+    overrides = ('loss_registers.loss_registers=["loss_a", "loss_b", "error", "lost", "more"]',)
+    settings = parse_settings(read_contents(folder / "settings", overrides))
+    with pytest.raises(InvalidExperiment) as raised:
+        assemble(folder / "pymodules", settings, CPU)
+    file = folder / "settings" / "loss_registers.json"
+    assert [problem.where for problem in raised.value.problems] == [f"{file}:3", str(file)]
 
 
 def test_nothing_to_optimise_is_told(tmp_path: Path) -> None:
@@ -348,3 +361,11 @@ def test_sparse_gradients_are_refused_where_ranks_add_them(
     parsed = parse_settings(read_contents(folder / "settings"))
     found = [problem.what for problem in sparse_problems(components, parsed, folder, world_size)]
     assert found == ([f"1 must have dense gradients with {reason}, but has sparse=True"] if reason else [])
+
+
+def test_steps_that_ranks_cannot_share_evenly_are_refused() -> None:
+    """With synchronised BatchNorm, each dataset's batches of every step are shared out evenly."""
+    check_even_steps([["a", "b", "a", "b"], ["a", "a"]], world_size=2)
+    with pytest.raises(InvalidExperiment, match="2 processes, but step 2 has 1 of dataset 'b'") as raised:
+        check_even_steps([["a", "a"], ["a", "b", "a"]], world_size=2)
+    assert raised.value.is_shared

@@ -125,6 +125,23 @@ def test_refused_weights_leave_the_module_alone(tmp_path: Path) -> None:
     assert torch.equal(module.weight, weight)
 
 
+class Versioned(nn.Linear):
+    """Saves a version with its weights, and takes none but its own."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if state["version"] < 2:
+            raise ValueError(f"version {state['version']} is too old")
+
+
+def test_state_that_a_module_refuses_is_a_problem_of_its_file(tmp_path: Path) -> None:
+    """An author's own words stand with the file and the module, and nothing crashes."""
+    save(tmp_path, Versioned(3, 2).state_dict() | {"_extra_state": {"version": 1}})
+    assert "version 1 is too old" in refusal(tmp_path, Versioned(3, 2), ckp_name="net.pt")
+
+
 def test_first_ten_misfits_are_listed_and_all_are_counted(tmp_path: Path) -> None:
     """A wholly different network does not flood the terminal."""
     save(tmp_path, deep(8, width=3).state_dict())

@@ -88,7 +88,7 @@ def test_folder_outside_a_checkout_has_no_commit(tmp_path: Path, monkeypatch: py
 
 def test_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without git is no error either."""
-    monkeypatch.setattr("pipeline.lifecycle.provenance._output", lambda *words: None)
+    monkeypatch.setattr("pipeline.lifecycle.provenance._run_git", lambda *words: None)
     assert describe_start(Processes(), Progress())["git_commit"] is None
 
 

@@ -1,4 +1,4 @@
-"""A restart by torchrun, told from a start by someone."""
+"""A restart by torchrun is distinguished from a start by a person."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.distributed.processes import Processes
-from pipeline.lifecycle import restarts
-from pipeline.lifecycle.restarts import was_started_before
+from pipeline.lifecycle import provenance
+from pipeline.lifecycle.provenance import was_started_before
 from pipeline.paths import ExperimentPaths
 from pipeline.system.launcher_watchdog import launcher_mark
 from tests.support.running import run_inside
@@ -35,7 +35,7 @@ def test_torchrun_that_made_the_latest_start_goes_on(
     paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch, launchers: tuple[str, ...], expected: bool
 ) -> None:
     """Whichever machines have come or gone since, one torchrun of before is enough."""
-    monkeypatch.setattr(restarts, "launcher_mark", lambda: "mine")
+    monkeypatch.setattr(provenance, "launcher_mark", lambda: "mine")
     launched_by(paths, *launchers)
     assert was_started_before(paths, Processes()) is expected
 
@@ -51,7 +51,7 @@ def test_restart_with_reset_goes_on_instead_of_resetting_again(
     paths: ExperimentPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What --reset asked for has been done by the processes before."""
-    monkeypatch.setattr(restarts, "launcher_mark", lambda: "mine")
+    monkeypatch.setattr(provenance, "launcher_mark", lambda: "mine")
     launched_by(paths, "mine")
     run_inside(paths.home, "--reset", "--stop-after-epoch", "2")
     assert len(paths.starts_file.read_text().splitlines()) == 2

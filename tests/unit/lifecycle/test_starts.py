@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.lifecycle.starts import compare_starts, differences
+from pipeline.lifecycle.starts import Start, compare_starts, differences
 from pipeline.progress import EVALUATION, TRAINING, Progress
 
 FACTS = {
@@ -50,11 +50,12 @@ SECOND = Progress(TRAINING, 2)
 THIRD = Progress(TRAINING, 3)
 
 
-def start(place: Progress, **facts: Any) -> dict[str, Any]:
-    return {"from": place.as_json(), **FACTS, **facts}
+def start(place: Progress, **facts: Any) -> Start:
+    record: Any = {"from": place.as_json(), **FACTS, **facts}
+    return record
 
 
-def doubt(*starts: dict[str, Any], is_exact: bool = False) -> str:
+def doubt(*starts: Start, is_exact: bool = False) -> str:
     return compare_starts(list(starts), is_exact=is_exact).doubt
 
 
@@ -123,7 +124,7 @@ def test_evaluation_can_be_the_first_to_differ() -> None:
 def test_facts_that_were_not_recorded_are_not_compared() -> None:
     """Starts of an older version have fewer; the first that has one is compared with."""
     names = ("world_size", "backend", "torch", "numpy", "python", "threads")
-    old = {"from": FIRST.as_json(), "devices": [platform.machine()], **{name: FACTS[name] for name in names}}
+    old: Any = {"from": FIRST.as_json(), "devices": [platform.machine()], **{name: FACTS[name] for name in names}}
     conditions = compare_starts([old, start(SECOND)], is_exact=False)
     assert (conditions.changed, conditions.doubt) == ((), "")
     assert "cpu_capabilities AVX512 → AVX2 (first start → now)" in doubt(
@@ -151,6 +152,6 @@ def test_unequal_ranks_void_the_claim() -> None:
 def test_starts_that_are_missing_leave_a_doubt() -> None:
     """Nothing is claimed of what is not recorded."""
     assert doubt(start(SECOND)) == "not known to be bit-exact: no start before epoch 2, step 1 is recorded"
-    torn = {"unreadable": "{torn"}
+    torn: Start = {"unreadable": "{torn"}
     assert doubt(start(FIRST), torn, start(SECOND)) == "not known to be bit-exact: line 2 of starts.jsonl is damaged"
     assert compare_starts([start(FIRST), torn, start(SECOND, threads=2)], is_exact=False).changed == ("threads 1 → 2",)

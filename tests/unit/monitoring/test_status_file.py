@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitoring.status_file import StatusFile, read_status
+from pipeline.monitoring.status_file import Status, StatusFile, read_status
 from pipeline.system.logging import LOGGER
 
 
@@ -18,7 +18,7 @@ def test_only_the_latest_values_are_told(tmp_path: Path) -> None:
     status.write(state="running", eta=7)
     status.write(state="finished")
     found = read_status(tmp_path / "status.json")
-    assert found.keys() == {"state", "updated"}
+    assert found.content.keys() == {"state", "updated"}
 
 
 def test_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_status_that_cannot_be_read_is_nothing(tmp_path: Path, content: str | No
     """A missing or foreign file reads as no status."""
     if content is not None:
         (tmp_path / "status.json").write_text(content)
-    assert read_status(tmp_path / "status.json") == {}
+    assert read_status(tmp_path / "status.json") == Status()

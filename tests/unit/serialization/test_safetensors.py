@@ -74,7 +74,7 @@ def test_header_of_absurd_length_is_refused(tmp_path: Path, length: int) -> None
 
 @pytest.mark.parametrize("size", [0, 7, 8, 60])
 def test_torn_file_is_refused(tmp_path: Path, size: int) -> None:
-    """A download that broke off anywhere is told."""
+    """A download that broke off anywhere is refused."""
     path = write(tmp_path / "x.safetensors", {"a": _WHOLE})
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(UnreadableFile, match="must be a file of tensors"):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError, UnreadableFile
-from pipeline.serialization import dcp_writer as shard_writing
+from pipeline.serialization import dcp_writer
 from pipeline.serialization.dcp_writer import save_shards
 from pipeline.serialization.shard_index import parse_index
 from pipeline.serialization.sharded_files import INDEX, VALUES, load_shards, num_bytes
@@ -106,15 +106,15 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_index_that_claims_what_is_not_there_is_refused(folder: Path, name: str) -> None:
     """Shapes, places and files of an index are compared with the folder before anything is allocated."""
-    change, told = CHANGES[name]
+    change, message = CHANGES[name]
     changed(folder, change)
-    with pytest.raises(UnreadableFile, match=told):
+    with pytest.raises(UnreadableFile, match=message):
         load_shards(folder)
 
 
 def test_folder_that_lacks_a_piece_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rank zero does not see what another machine has written, nothing is committed."""
-    monkeypatch.setattr(shard_writing, "file_sizes", lambda folder: {INDEX: 1})
+    monkeypatch.setattr(dcp_writer, "file_sizes", lambda folder: {INDEX: 1})
     with pytest.raises(PipelineError, match=r"'__0_0.distcp', which is not there\. The last commit is intact"):
         save_shards({tmp_path / "shards": STATE}, Processes())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _codecs
 import io
 import os
 import pickle
@@ -58,6 +59,7 @@ ORDINARY: dict[str, Any] = {
     "views": {"part": torch.arange(10)[3:7:2], "repeated": torch.ones(1).expand(5), "turned": torch.ones(2, 3).T},
     "empty and scalar": {"empty": torch.empty(0, 3), "scalar": torch.tensor(7)},
     "sparse": {"s": torch.eye(3).to_sparse()},
+    "many small values": {"bytes": [b"%d" % n for n in range(99)], "sets": [{n} for n in range(99)]},
     "words of torch": {"size": torch.Size([1, 2]), "dtype": torch.float32, "device": torch.device("cpu")},
 }
 
@@ -79,7 +81,7 @@ def test_optimizer_with_state_is_read(tmp_path: Path) -> None:
     assert load_tensors(tmp_path / "x.pt")["state"].keys() == {0, 1}
 
 
-def test_what_an_author_has_told_torch_to_trust_is_read(tmp_path: Path) -> None:
+def test_what_an_author_makes_torch_trust_is_read(tmp_path: Path) -> None:
     """torch's own way to allow a class works here as well."""
     torch.save({"kind": Trusted(4)}, tmp_path / "x.pt")
     assert "run code" in refusal(load_tensors, tmp_path / "x.pt")
@@ -105,7 +107,7 @@ def test_what_numpy_saves_is_read(arrays: Path) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "device", "endless device", "folder", "dangling link", "loop", "nothing"])
 def test_anything_but_a_file_is_refused_without_a_hang(tmp_path: Path, load: Callable[[Path], Any], kind: str) -> None:
     """Pipes, devices, folders and links to nowhere are never opened."""
-    path = tmp_path / "odd"
+    path = tmp_path / "special"
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
@@ -118,7 +120,7 @@ def test_anything_but_a_file_is_refused_without_a_hang(tmp_path: Path, load: Cal
 @pytest.mark.parametrize("load", [load_tensors, load_arrays])
 @pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04", b"PK\x03\x04" + b"\0" * 200, b"hello", b"\x93NUMPY"])
 def test_other_content_is_refused(tmp_path: Path, load: Callable[[Path], Any], content: bytes) -> None:
-    """What is no archive at all is told as such."""
+    """The message says that the file is not an archive."""
     (tmp_path / "x").write_bytes(content)
     assert "it is" in refusal(load, tmp_path / "x")
 
@@ -190,7 +192,7 @@ def test_entries_that_share_bytes_are_refused(
 def test_archive_in_disguise_is_refused(
     load: Callable[[Path], Any], fixture: str, how: str, request: pytest.FixtureRequest
 ) -> None:
-    """Where two readers could see two lists of entries, none is believed."""
+    """A file in which two readers could see two lists of entries is refused."""
     path = request.getfixturevalue(fixture)
     content = path.read_bytes()
     changed = {
@@ -205,21 +207,28 @@ def test_archive_in_disguise_is_refused(
 
 @pytest.mark.parametrize("at", range(0, 1200, 40))
 def test_torn_files_are_refused(tensors: Path, at: int) -> None:
-    """A file that breaks off anywhere is told as such."""
+    """A file that breaks off anywhere is refused."""
     tensors.write_bytes(tensors.read_bytes()[:at])
     refusal(load_tensors, tensors)
 
 
 ABSURD = {
-    "more elements than the storage has": (Tensor(Stored(2**50), (4,)), "said to have"),
-    "fewer elements than the storage has": (Tensor(Stored(1), (1,)), "said to have"),
+    "more elements than the storage has": (Tensor(Stored(2**50), (4,)), "torch refuses it: record size (16 bytes)"),
+    "fewer elements than the storage has": (Tensor(Stored(1), (1,)), "torch refuses it: record size (16 bytes)"),
     "negative number of elements": (Tensor(Stored(-4), (4,)), "said to have"),
-    "unknown storage": (Tensor(Stored(4, key="9"), (4,)), "no storage"),
-    "shape beyond the storage": (Tensor(Stored(4), (2**40,)), "does not fit"),
-    "shape just beyond the storage": (Tensor(Stored(4), (5,)), "does not fit"),
-    "offset beyond the storage": (Tensor(Stored(4), (1,), offset=4), "does not fit"),
-    "stride beyond the storage": (Tensor(Stored(4), (2,), (4,)), "does not fit"),
-    "one element shown endlessly": (Tensor(Stored(4), (2**40,), (0,)), "too often"),
+    "unknown storage": (
+        Tensor(Stored(4, key="9"), (4,)),
+        "failed locating file data/9",
+    ),
+    "shape beyond the storage": (Tensor(Stored(4), (2**40,)), "too large for its storage of 16 bytes"),
+    "shape just beyond the storage": (Tensor(Stored(4), (5,)), "torch refuses it: Trying to resize storage"),
+    "offset beyond the storage": (Tensor(Stored(4), (1,), offset=4), "torch refuses it: Trying to resize storage"),
+    "stride beyond the storage": (Tensor(Stored(4), (2,), (4,)), "torch refuses it: Trying to resize storage"),
+    "one element shown endlessly": (Tensor(Stored(4), (2**40,), (0,)), "too large for its storage of 16 bytes"),
+    "second mention of a storage that claims more": (
+        [Tensor(Stored(4), (4,)), Tensor(Stored(2**50), (2**45,), (0,))],
+        "too large for its storage of 16 bytes",
+    ),
     "negative length": (Tensor(Stored(4), (-1,)), "proper size"),
     "more strides than lengths": (Tensor(Stored(4), (1,), (1, 1)), "proper size"),
     "endless shape": (Tensor(Stored(4), (1,) * 100, (1,) * 100), "proper size"),
@@ -227,14 +236,14 @@ ABSURD = {
 
 
 @pytest.mark.parametrize(("value", "what"), ABSURD.values(), ids=ABSURD.keys())
-def test_absurd_tensors_are_refused(tmp_path: Path, value: Tensor, what: str) -> None:
-    """A tensor must fit the bytes that the file has for it."""
+def test_absurd_tensors_are_refused(tmp_path: Path, value: Any, what: str) -> None:
+    """A tensor must fit the bytes that the file has for it; torch refuses some of the lies by itself."""
     save_hostile(tmp_path / "x.pt", value)
     assert what in refusal(load_tensors, tmp_path / "x.pt")
 
 
-def test_proper_tensor_by_the_same_hand_is_read(tmp_path: Path) -> None:
-    """What the refusals above are made with makes good files as well."""
+def test_proper_tensor_written_in_the_same_way_is_read(tmp_path: Path) -> None:
+    """The function that writes the files above writes good ones as well."""
     save_hostile(tmp_path / "x.pt", Tensor(Stored(4), (2, 2), (2, 1)))
     assert load_tensors(tmp_path / "x.pt")["weight"].shape == (2, 2)
 
@@ -260,6 +269,28 @@ def test_calls_are_refused(
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize(
+    "value", [Call(bytearray, (2**20,)), Call(torch.FloatTensor, (2**20,)), Tensor(Stored(4), (2**40,), (0,))]
+)
+def test_what_is_checked_here_is_what_torch_lets_pass(tmp_path: Path, value: Any) -> None:
+    """torch's safe reader allocates whatever a file asks for; should it refuse that one day, our check can go."""
+    save_hostile(tmp_path / "x.pt", value)
+    assert "weight" in torch.load(tmp_path / "x.pt", weights_only=True)
+    refusal(load_tensors, tmp_path / "x.pt")
+
+
+def test_copies_of_copies_are_refused(tmp_path: Path) -> None:
+    """A few bytes of pickle copy a value; neither many copies of a long one nor copies that double may add up."""
+    text = "x" * 1000
+    save_hostile(tmp_path / "x.pt", [Call(_codecs.encode, (text, "latin1")) for _ in range(1000)])
+    assert "copies the same values" in refusal(load_tensors, tmp_path / "x.pt")
+    doubled: Any = Call(_codecs.encode, ("x", "latin1"))
+    for _ in range(40):
+        doubled = Call(_codecs.encode, (doubled, "hex"))
+    save_hostile(tmp_path / "x.pt", doubled)
+    assert "copies the same values" in refusal(load_tensors, tmp_path / "x.pt")
+
+
 def test_call_inside_a_subclass_is_refused(tmp_path: Path) -> None:
     """The function that rebuilds subclasses of tensors calls another one, which is checked as well."""
     inner = Call(torch._tensor._rebuild_from_type_v2, (bytearray, torch.Tensor, (2**50,), {}))
@@ -273,6 +304,19 @@ def test_tensor_that_is_rebuilt_twice_is_refused(tmp_path: Path) -> None:
     assert "inside of an object" in refusal(load_tensors, tmp_path / "x.pt")
 
 
+# The id of a storage of 16 bytes, as torch.save writes it.
+STORAGE_ID = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+
+
+def test_storage_that_is_given_another_size_is_refused(tensors: Path) -> None:
+    """A state set on a storage could make it as large as a tensor of any shape needs."""
+    claim = b"}X\x09\x00\x00\x00num_bytes\x8a\x08" + (2**60).to_bytes(8, "little") + b"sb"
+    shape = b"\x8a\x06" + (2**42).to_bytes(6, "little") + b"\x85K\x00\x85\x89)Rtq\x00R."
+    build = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE_ID + claim + b"K\x00" + shape
+    repacked(tensors, {"data.pkl": build})
+    assert "inside of an object" in refusal(load_tensors, tensors)
+
+
 @pytest.mark.parametrize("protocol", [0, 1, 4, 5])
 def test_pickles_of_other_protocols_are_refused(tensors: Path, protocol: int) -> None:
     """torch.save writes protocol 2; a pickle with other operations was made by something else."""
@@ -282,7 +326,7 @@ def test_pickles_of_other_protocols_are_refused(tensors: Path, protocol: int) ->
 
 @pytest.mark.parametrize("content", [b"", b".", b"\x80\x02", b"\x80\x02h\x05.", b"\x80\x02}R.", b"\x80\x02Nb.", b"t."])
 def test_damaged_pickles_are_refused(tensors: Path, content: bytes) -> None:
-    """Operations that find nothing to work on are no crash."""
+    """Operations that find nothing to work on are refused like any damage."""
     repacked(tensors, {"data.pkl": content})
     refusal(load_tensors, tensors)
 
@@ -314,7 +358,7 @@ def test_array_of_objects_runs_no_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", ["{" * 300, "[" * 9000, "__import__('os')", "{'descr': 1}", "x" * 20000, ""])
 def test_damaged_array_headers_are_refused(tmp_path: Path, header: str) -> None:
-    """The header is a Python literal; what else stands there is no crash."""
+    """The header is a Python literal; anything else is refused."""
     content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode()
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("x.npy", content)

@@ -75,15 +75,15 @@ def test_loop_goes_on_while_a_commit_is_written(commits: Commits, disk: SlowDisk
 
 
 def test_what_follows_a_commit_happens_once_it_is_there(commits: Commits, disk: SlowDisk) -> None:
-    """Trackers are told of values when these are permanent, and in the thread that asks."""
-    told: list[str] = []
-    submit(commits, 1, lambda: told.append(threading.current_thread().name))
+    """Values are published once they are permanent, and in the thread that asks."""
+    threads: list[str] = []
+    submit(commits, 1, lambda: threads.append(threading.current_thread().name))
     commits.poll()
-    assert told == []
+    assert threads == []
     disk.may_go.set()
     commits.wait()
     commits.wait()
-    assert told == ["MainThread"]
+    assert threads == ["MainThread"]
 
 
 def test_next_commit_waits_for_the_one_before(commits: Commits, disk: SlowDisk, paths: ExperimentPaths) -> None:

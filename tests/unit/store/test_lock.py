@@ -1,4 +1,4 @@
-"""The run lock: at most one run is alive in an experiment, and a dead one blocks nobody."""
+"""The run lock: at most one run is alive in an experiment, and a dead one blocks no other."""
 
 from __future__ import annotations
 

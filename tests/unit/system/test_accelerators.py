@@ -74,7 +74,7 @@ def test_process_that_sees_one_device_takes_it_whatever_its_local_rank_is(monkey
         assert choose_device().device == torch.device("cuda", 0)
 
 
-def test_processes_that_share_a_device_are_told_both_numbers(
+def test_refusal_of_a_shared_device_names_both_numbers(
     chosen: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remedy is a line that works."""
@@ -88,7 +88,7 @@ def test_processes_that_share_a_device_are_told_both_numbers(
 
 @pytest.mark.parametrize("kind", ["mps", "hpu", "mtia"])
 def test_unsupported_accelerator_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A run must not take hours on the CPU because nobody said that its device is not used."""
+    """A run must not take hours on the CPU because its device is silently not used."""
     show_accelerator(monkeypatch, kind, 1)
     with pytest.raises(UsageError, match=f"accelerator of type {kind}, which is not supported.*\n.*--device cpu"):
         choose_device()
@@ -125,7 +125,7 @@ def test_reason_for_a_cpu_is_given(
     drivers: list[str],
     expected: str,
 ) -> None:
-    """Nobody should find out after a day that the GPU was idle."""
+    """It must not take a day to find out that the GPU is idle."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "NVIDIA").write_text("") if drivers else None
@@ -133,8 +133,8 @@ def test_reason_for_a_cpu_is_given(
     assert choose_device() == accelerators.ChosenDevice(torch.device("cpu"), expected)
 
 
-def test_cpu_is_shared_and_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is known by its number, which is unique; where there is none, by what the process sees."""
+def test_cpu_is_shared_and_gpus_have_identities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is identified by its UUID; where there is none, by what the process sees."""
     properties = SimpleNamespace(uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert device_identity(torch.device("cpu")) == ""
@@ -197,5 +197,5 @@ def test_cpu_without_a_list_of_its_cores_has_a_name(tmp_path: Path, monkeypatch:
 
 
 def test_memory_is_that_of_this_process() -> None:
-    """On a CPU the resident memory is told in megabytes."""
+    """On a CPU the resident memory is reported in megabytes."""
     assert 10 < memory_in_mb(torch.device("cpu")) < 100_000

@@ -42,7 +42,7 @@ def test_replacing_leaves_no_staging_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_full_disk_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed write names the file and says that the last commit is intact."""
 
     def full(*arguments: Any) -> int:

@@ -6,13 +6,13 @@ import subprocess
 
 import pytest
 
-from pipeline.system import launcher_watchdog as last_resort
+from pipeline.system import launcher_watchdog
 from pipeline.system.launcher_watchdog import main, may_start_again, process_mark
 
 
 def test_launcher_that_stays_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """After its time to leave it is ended, and the output says so."""
-    monkeypatch.setattr(last_resort, "SECONDS_TO_LEAVE", 0)
+    monkeypatch.setattr(launcher_watchdog, "SECONDS_TO_LEAVE", 0)
     with subprocess.Popen(["sleep", "60"]) as launcher:
         main(launcher.pid, str(process_mark(launcher.pid)))
         assert launcher.wait() == -9
@@ -20,8 +20,8 @@ def test_launcher_that_stays_is_killed(monkeypatch: pytest.MonkeyPatch, capfd: p
 
 
 def test_other_process_with_its_number_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mark tells the launcher from whoever comes after it."""
-    monkeypatch.setattr(last_resort, "SECONDS_TO_LEAVE", 0)
+    """A mark distinguishes the launcher from a later process with the same number."""
+    monkeypatch.setattr(launcher_watchdog, "SECONDS_TO_LEAVE", 0)
     with subprocess.Popen(["sleep", "60"]) as other:
         main(other.pid, "mark of another")
         assert other.poll() is None

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.system import stop_requests as signals
+from pipeline.system import stop_requests
 from pipeline.system.stop_requests import StopRequests, TimeLimit, ignore_stop_signals
 
 
 @pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StopRequests:
     """Stop requests that look at the disk every time they are asked."""
-    monkeypatch.setattr(signals, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(stop_requests, "SECONDS_BETWEEN_LOOKS", 0.0)
     return StopRequests(tmp_path / "stop.request", has_launcher=False)
 
 
@@ -33,7 +33,7 @@ def test_signal_is_a_request_with_its_name(requests: StopRequests, number: signa
 
 
 def test_second_interrupt_means_now(requests: StopRequests) -> None:
-    """Whoever presses Ctrl+C twice does not want to wait for the step."""
+    """A user who presses Ctrl+C twice does not want to wait for the step."""
     requests.listen()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -42,7 +42,7 @@ def test_second_interrupt_means_now(requests: StopRequests) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_other_signal_may_come_twice(requests: StopRequests, number: signal.Signals) -> None:
-    """Schedulers repeat themselves; that is no reason to lose the step."""
+    """Schedulers repeat their signals; the step is finished all the same."""
     requests.listen()
     signal.raise_signal(number)
     signal.raise_signal(number)
@@ -57,8 +57,21 @@ def test_interrupt_after_a_scheduler_signal_waits_for_the_step(requests: StopReq
     assert requests.asked()
 
 
-def test_nobody_has_asked_without_a_reason(requests: StopRequests) -> None:
-    """Without signal and file the training goes on."""
+def test_signal_while_the_stop_file_is_read_is_kept(requests: StopRequests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler may run at any point; the reading that it interrupts must not overwrite its request."""
+
+    def read_interrupted(path: Path) -> bytes:
+        signal.raise_signal(signal.SIGTERM)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(stop_requests, "read_regular", read_interrupted)
+    requests.listen()
+    assert requests.asked()
+    assert requests.reason == "SIGTERM"
+
+
+def test_without_a_reason_there_is_no_request(requests: StopRequests) -> None:
+    """Without signal and file the training continues."""
     assert not requests.asked()
     assert not requests.asked(epoch_ends=True)
 
@@ -78,8 +91,8 @@ def test_stop_file_may_wait_for_the_epoch(requests: StopRequests, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "bytes"])
-def test_odd_stop_file_neither_hangs_nor_crashes(requests: StopRequests, tmp_path: Path, kind: str) -> None:
-    """What is no file asks for nothing, and a file of any content is a request."""
+def test_unusual_stop_file_neither_hangs_nor_crashes(requests: StopRequests, tmp_path: Path, kind: str) -> None:
+    """A pipe or a folder is not a request, and a file of any content is one."""
     path = tmp_path / "stop.request"
     {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "bytes": lambda: path.write_bytes(b"\xff")}[kind]()
     assert requests.asked() == (kind == "bytes")
@@ -112,7 +125,7 @@ def test_process_without_launcher_may_change_its_parent(
 
 def test_rank_without_stop_file_does_not_look_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank zero reads the request file."""
-    monkeypatch.setattr(signals, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(stop_requests, "SECONDS_BETWEEN_LOOKS", 0.0)
     assert not StopRequests(None, has_launcher=False).asked(epoch_ends=True)
 
 

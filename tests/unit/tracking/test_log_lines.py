@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pipeline.components import Losses, LossRecord
 from pipeline.system.formatting import shown_duration
 from pipeline.tracking.log_lines import (
     shown_losses,
     shown_rates,
+    step_line,
     train_line,
     val_line,
 )
+from pipeline.training.engines.base import StepOutcome
+from pipeline.training.training import StepReport
 
 SHAPE = re.compile(
     r"Epoch\(train\) \[3\]\[120/150\]  lr: 3\.543e-05, eta: 0:13:52, time: 0\.357, data_time: 0\.009, "
@@ -43,6 +48,16 @@ def test_train_line_has_the_documented_shape() -> None:
     """Scripts that read logs find everything where it always was."""
     line = train_line(3, (120, 150), VALUES, {"loss": 0.1381, "loss_a": 0.1}, 1.4511)
     assert SHAPE.fullmatch(line)
+
+
+def test_line_of_a_step_has_every_field_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop hands over a report and the experiment; which fields are shown, and how, is decided in one place."""
+    monkeypatch.setattr("pipeline.tracking.log_lines.memory_in_mb", lambda device: 15394)
+    outcome = StepOutcome(False, False, False, False, norms={"main": 1.4511}, norm=1.4511)
+    report = StepReport(120, 150, seconds=0.357, data_seconds=0.009, outcome=outcome)
+    experiment = SimpleNamespace(learning_rates=lambda: {"main": {"all": 3.543e-05}})
+    losses = {"loss": 0.1381, "loss_a": 0.1}
+    assert SHAPE.fullmatch(step_line(3, report, experiment, torch.device("cpu"), 832.2, losses))
 
 
 def test_val_line_has_the_same_shape() -> None:

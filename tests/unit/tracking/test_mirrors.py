@@ -14,7 +14,7 @@ from pipeline.errors import InvalidExperiment
 from pipeline.experiment.settings.settings import LoggingSettings, MlflowSettings, WandbSettings
 from pipeline.serialization.png import png_of
 from pipeline.tracking import factory as trackers
-from pipeline.tracking.mlflow import DATABASE, Mlflow, _database
+from pipeline.tracking.mlflow import DATABASE, Mlflow, local_database
 from pipeline.tracking.wandb import STEP, Wandb
 from tests.support.mirrors import mlflow_images, mlflow_series, prepare_database, wandb_images, wandb_series
 
@@ -31,7 +31,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database as a first start makes it."""
     folder = tmp_path_factory.mktemp("mlflow")
     (folder / "dead.new").write_bytes(b"what a killed start has left")
-    _database(folder)
+    local_database(folder)
     return folder / DATABASE
 
 
@@ -130,8 +130,8 @@ def test_wandb_sends_what_the_server_has_not_got(logs: Path, monkeypatch: pytest
 
     run = SimpleNamespace(starting_step=8, define_metric=lambda *names, **more: None, log=log)
     tracker = Wandb(WandbSettings(enabled=True, mode="online"))
-    monkeypatch.setattr(tracker, "_opened", lambda run_: run)
-    monkeypatch.setattr(tracker, "_server_rows", lambda: rows)
+    monkeypatch.setattr(tracker, "_open_run", lambda run_: run)
+    monkeypatch.setattr(tracker, "_read_server_rows", lambda: rows)
     assert tracker.begin(TrackedRun("tiny", "abc", 3, {}, logs)) == 4
     tracker.publish([*points(4, 5), Point("val/loss", 4, 1.0)])
     assert sent == [

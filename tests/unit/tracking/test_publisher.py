@@ -13,8 +13,7 @@ from pipeline.components import BaseTracker, Image, Point, TrackedRun
 from pipeline.experiment.settings.settings import LossRegister
 from pipeline.paths import ExperimentPaths
 from pipeline.system.logging import start_console
-from pipeline.tracking.images import ImageFolder
-from pipeline.tracking.publisher import Publisher
+from pipeline.tracking.publisher import ImageFolder, Publisher
 
 NUM_STEPS = 4
 

@@ -52,7 +52,7 @@ def assignment(position: int, dataset: str = "points") -> BatchAssignment:
 
 
 def new_buffers(module: nn.Module, sums: Any = TreeSums) -> StepBuffers:
-    return StepBuffers({"net": module}, Processes(), lambda like: sums(like, Processes()))
+    return StepBuffers({"net": module}, Processes(), sums)
 
 
 def test_first_batch_to_change_a_buffer_decides() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
-from pipeline.training.losses import LossAccumulator, checked_losses
+from pipeline.training.losses import LossAccumulator, check_losses
 
 REGISTERS = ("loss", "error")
 
@@ -90,11 +90,11 @@ BAD_LOSSES: dict[str, tuple[Any, str]] = {
 def test_broken_contract_is_told_with_the_file(losses: Any, what: str) -> None:
     """A module transform that returns anything else is told what it must return."""
     with pytest.raises(PipelineError, match=what) as raised:
-        checked_losses(losses, REGISTERS, 4, "module_transforms/a.py", torch.device("cpu"))
+        check_losses(losses, REGISTERS, 4, "module_transforms/a.py", torch.device("cpu"))
     assert str(raised.value).startswith("module_transforms/a.py must return")
 
 
 def test_losses_that_follow_the_contract_pass() -> None:
     """One value per item, in the order of the registers."""
     losses = {"error": torch.ones(4), "loss": torch.zeros(4, 1)}
-    assert list(checked_losses(losses, REGISTERS, 4, "x", torch.device("cpu"))) == ["loss", "error"]
+    assert list(check_losses(losses, REGISTERS, 4, "x", torch.device("cpu"))) == ["loss", "error"]

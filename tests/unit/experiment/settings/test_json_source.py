@@ -31,6 +31,7 @@ BROKEN = {
     "comment at the start": ('// why\n{"a": 1}', ":1:1", "no comments"),
     "NaN": ('{"a": NaN}', ":1:7", "NaN is not JSON"),
     "Infinity": ('{"a": Infinity}', ":1:7", "Infinity is not JSON"),
+    "number out of range": ('{"a":\n -1e999}', ":2:2", "Number out of range"),
     "minus Infinity": ('{"a": -Infinity}', ":1:7", "-Infinity is not JSON"),
     "duplicate key": ('{"a": 1,\n "b": 2,\n "a": 3}', ":3:2", "Duplicate key 'a', which stands in line 1"),
     "nested duplicate key": ('{"x": {"a": 1, "a": 1}}', ":1:16", "Duplicate key 'a'"),
@@ -46,6 +47,7 @@ BROKEN = {
     "number without a digit": ('{"a": .5}', ":1:7", "begin with a digit"),
     "text after the end": ('{"a": 1}\n{"b": 2}', ":2:1", "after the end"),
     "newline in string": ('{"a": "x\ny"}', ":1:9", "closing quote"),
+    "string never closed": ('{"a": "x', ":1:7", "Unterminated string"),
     "lone word": ("hello", ":1:1", "Expected a value"),
 }
 
@@ -114,7 +116,14 @@ def test_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 100_000], ids=["lists", "objects"])
 def test_deep_nesting_is_refused(tmp_path: Path, text: str) -> None:
     """Nesting beyond all sense ends in a message, not in a crash."""
-    assert "nested" in problem_of(tmp_path, text).what
+    assert "Nested too deeply" in problem_of(tmp_path, text).what
+
+
+def test_deep_nesting_is_refused_at_its_line(tmp_path: Path) -> None:
+    """Valid JSON that no settings file needs is refused where it becomes too deep."""
+    problem = problem_of(tmp_path, "[\n" * 101 + "]" * 101)
+    assert problem.where.endswith("some.json:101:1")
+    assert "at most 100 brackets" in problem.what
 
 
 def test_number_with_thousands_of_digits_is_refused(tmp_path: Path) -> None:
@@ -127,8 +136,10 @@ def test_number_with_thousands_of_digits_is_refused(tmp_path: Path) -> None:
 def test_every_value_knows_its_line(tmp_path: Path) -> None:
     """Problems found later are still told with the line of the value."""
     path = tmp_path / "some.json"
-    path.write_text('{\n  "a": {\n    "b": [\n 1,\n 2]\n  }\n}')
+    path.write_text('{\n  "a": {\n    "b": [\n 1,\n 2],\n "c": {}, "d": [],\n "e": [{"f": "{,"},\n {"g": 1}]\n  }\n}')
     document = read_document(path)
+    assert document.place(("a", "e", 0, "f")) == f"{path}:7"
+    assert document.place(("a", "e", 1, "g")) == f"{path}:8"
     assert document.place(("a", "b", 1)) == f"{path}:5"
     assert document.place(("a", "unknown", "deeper")) == f"{path}:2"
 

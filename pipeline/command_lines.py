@@ -1,0 +1,119 @@
+"""The commands that messages print, built in this one place so that each can be copied and run as it stands.
+
+A command names the data home, this Python and the way this process was launched: under torchrun with as many
+processes, by the ``run`` verb, by the console command, or alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from pipeline.paths import DATA_HOME_VARIABLE, data_home
+
+# Set by verbs that start torchrun themselves: the verb and its options, as one shell line.
+LAUNCH_VARIABLE = "TRAINING_PIPELINE_LAUNCH"
+_CONSOLE_COMMAND = "training-pipeline"
+_ENTRY = "training_pipeline"
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_line(experiment: str, home: Path, *flags: str, num_processes: int | None = None) -> str:
+    """Return the line that runs an experiment the way this process was launched, or with so many processes."""
+    options = [*home_option(home), *flags]
+    launch = os.environ.get(LAUNCH_VARIABLE)
+    if launch:
+        verb, *own_options = shlex.split(launch)
+        return verb_line(verb, experiment, home, *own_options, *(["--", *flags] if flags else []))
+    if Path(sys.argv[0]).name == _CONSOLE_COMMAND and not has_launcher():
+        return shlex.join([show_program(_CONSOLE_COMMAND), experiment, *options])
+    if has_launcher():
+        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return shlex.join([*_launcher(num_processes), *_entry(), experiment, *options])
+
+
+def verb_line(verb: str, experiment: str | None, home: Path, *words: str) -> str:
+    """Return the line that calls a helper verb, for an experiment if one is given, of a data home."""
+    own_words, flags = list(words), []
+    if "--" in own_words:
+        # What follows are flags of the run: an option of the verb must stand before them.
+        flags = own_words[own_words.index("--") :]
+        own_words = own_words[: own_words.index("--")]
+    named = [] if experiment is None else [experiment]
+    line = shlex.join([*_python(), "-m", "pipeline", verb, *named, *own_words, *home_option(home), *flags])
+    # A checkout that is not installed is found only from its own folder.
+    return line if _is_importable() or _current_folder() == _ROOT else f"PYTHONPATH={shlex.quote(str(_ROOT))} {line}"
+
+
+def home_option(home: Path) -> list[str]:
+    """Return the option that names a data home, if it is not the default one."""
+    default = data_home(None) if _current_folder() or DATA_HOME_VARIABLE in os.environ else None
+    return [] if home == default else ["--data-home", str(home)]
+
+
+def has_launcher() -> bool:
+    """Return whether torchrun has started this process and looks after it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def torchrun_words() -> list[str]:
+    """Return how torchrun of this Python is called."""
+    torchrun = Path(sys.executable).parent / "torchrun"
+    return [show_program("torchrun")] if torchrun.exists() else [*_python(), "-m", "torch.distributed.run"]
+
+
+def show_program(name: str) -> str:
+    """Return a program of this Python's folder as a person would type it: by its name if the shell would find it."""
+    program = Path(sys.executable).parent / name
+    if shutil.which(name) == str(program):
+        return name
+    folder = _current_folder()
+    # A program in the current folder itself would be looked for in PATH.
+    is_below = folder is not None and program.is_relative_to(folder) and program.parent != folder
+    return str(program.relative_to(folder)) if folder is not None and is_below else str(program)
+
+
+def _current_folder() -> Path | None:
+    """Return the current folder, or None if it was deleted: a message must come out all the same."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
+def _launcher(num_processes: int | None) -> list[str]:
+    if num_processes is None or (num_processes == 1 and not has_launcher()):
+        return _python()
+    num_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+    # On several machines the same line is run on each; where they meet is not known here.
+    several = [] if num_machines == "1" else [f"--nnodes={num_machines}", "--rdzv-backend=c10d"]
+    meeting = [] if num_machines == "1" else ["--rdzv-endpoint=HOST:PORT"]
+    return [*torchrun_words(), *several, *meeting, f"--nproc-per-node={num_processes}"]
+
+
+def _python() -> list[str]:
+    # A virtual environment has its Python under several names, of which a person types the shortest.
+    names = ["python", "python3", Path(sys.executable).name]
+    return [next((name for name in names if show_program(name) == name), show_program(names[-1]))]
+
+
+def _entry() -> list[str]:
+    """Return the script of a training run: as it was typed, in this folder, as a module, or by its path."""
+    script = Path(sys.argv[0])
+    if script.name == f"{_ENTRY}.py" and not script.is_absolute():
+        return [str(script)]
+    if _current_folder() == _ROOT:
+        return [f"{_ENTRY}.py"]
+    return ["-m", _ENTRY] if _is_importable() else [str(_ROOT / f"{_ENTRY}.py")]
+
+
+def _is_importable() -> bool:
+    """Return whether Python finds this package from any folder."""
+    # Not by its first search path, which is the script's own folder, and not by a variable that may have been set for
+    # this command alone.
+    passing = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    lasting = [entry for entry in sys.path[1:] if entry and entry not in passing]
+    return any(os.path.realpath(entry) == str(_ROOT) for entry in lasting)

@@ -1,0 +1,152 @@
+"""One training step and one evaluation on real batches, to find what fails before a run is started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from pipeline.distributed.processes import Processes
+from pipeline.errors import Problem
+from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
+from pipeline.training.engines.base import GradientEngine
+from pipeline.training.engines.table import create_engine
+from pipeline.training.step import BatchLosses, StepRequests
+from pipeline.training.step_plan import BatchAssignment, BatchRef, evaluation_refs
+
+
+@dataclass(frozen=True)
+class TriedBatch:
+    """The mean losses of one batch, and the seconds that loading, forward and, in training, backward took."""
+
+    dataset: str
+    split: str
+    seconds: list[float]
+    losses: dict[str, float]
+
+
+class Trial:
+    """Takes one training step, with a batch of every dataset, and evaluates one batch of every dataset.
+
+    The update changes the weights of this process only: nothing is saved. Data counters must have counted before.
+    """
+
+    def __init__(self, experiment: Experiment, processes: Processes) -> None:
+        self._experiment = experiment
+        self._processes = processes
+        experiment.create_module_transforms()
+        self._optimised = {register.name for register in experiment.settings.loss_registers if register.optimize}
+        self.update_seconds = 0.0
+        # Trained parameters that got no gradient; known once the training step was tried.
+        self.untouched: list[str] = []
+
+    def run(self) -> Iterator[TriedBatch | Problem]:
+        """Yield each batch that went through, and what went wrong with others, with their losses and in the update."""
+        for result in (*self._train(), *self._evaluate()):
+            yield result
+            if isinstance(result, Problem):
+                continue
+            for name, value in result.losses.items():
+                if name in self._optimised and not torch.isfinite(torch.tensor(value)):
+                    where = str(self._experiment.folder / "module_transforms" / f"{result.dataset}.py")
+                    what = f"{name!r} must be finite, but is {value} in the first {result.split} batch"
+                    yield Problem(where, what)
+
+    def _train(self) -> Iterator[TriedBatch | Problem]:
+        experiment = self._experiment
+        engine = create_engine(experiment, self._processes)
+        engine.prepare()
+        experiment.set_training(True)
+        runner = BatchRunner(experiment, self._processes, "train")
+        refs = list(_first_batches(runner))
+        touched: set[int] = set()
+
+        def note_gradient(parameter: torch.Tensor) -> None:
+            touched.add(id(parameter))
+
+        # A hook sees a gradient when it is added, whatever the engine does with it until the step ends.
+        parameters = dict(self._trained_parameters())
+        hooks = [parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in parameters.values()]
+        engine.begin_step(len(refs))
+        is_complete = True
+        for position, ref in enumerate(refs):
+            result = self._try_batch(runner, ref, "train", engine, position, is_last=ref is refs[-1])
+            is_complete = is_complete and not isinstance(result, Problem)
+            yield result
+        for hook in hooks:
+            hook.remove()
+        runner.close()
+        self.untouched = [name for name, parameter in parameters.items() if id(parameter) not in touched]
+        # The update needs the gradients of all batches.
+        if is_complete:
+            began = time.perf_counter()
+            try:
+                engine.finish_step((experiment.settings.training.seed, "check"))
+            except (Exception, SystemExit) as error:
+                where = str(experiment.folder / "optim_sched")
+                yield user_problem(error, experiment.folder, where, "an update must work")
+            self.update_seconds = time.perf_counter() - began
+
+    def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for module_name, module in self._experiment.components.trained_modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    yield f"{module_name}.{name}", parameter
+
+    def _evaluate(self) -> Iterator[TriedBatch | Problem]:
+        self._experiment.set_training(False)
+        runner = BatchRunner(self._experiment, self._processes, "val")
+        with torch.no_grad():
+            for ref in _first_batches(runner):
+                yield self._try_batch(runner, ref, "val")
+        runner.close()
+
+    def _try_batch(
+        self,
+        runner: BatchRunner,
+        ref: BatchRef,
+        split: str,
+        engine: GradientEngine | None = None,
+        position: int = 0,
+        *,
+        is_last: bool = False,
+    ) -> TriedBatch | Problem:
+        points = runner.points(1)
+        dataset = ref.shape.dataset
+        times = [time.perf_counter()]
+        try:
+            batch = next(runner.load([ref], points))
+            times.append(time.perf_counter())
+            with out_of_memory_explained(batch, ref, self._processes.device):
+                losses = runner.losses(batch, ref, (*points.batch(ref).key, "check"))
+                means = {name: float(loss.detach().double().mean()) for name, loss in losses.items()}
+                times.append(time.perf_counter())
+                if engine is not None:
+                    optimised = [loss for name, loss in losses.items() if name in self._optimised]
+                    scales = [1 / ref.num_items] * len(optimised)
+                    sums = [loss.detach().sum(dtype=torch.float64) for loss in optimised]
+                    # The requests travel with the last batch, in which the engine reduces the gradients.
+                    requests = StepRequests() if is_last else None
+                    engine.add_batch(BatchAssignment(position, ref), BatchLosses(optimised, scales, sums), requests)
+                    times.append(time.perf_counter())
+        # An author's code may also call sys.exit; the other datasets are tried all the same.
+        except (Exception, SystemExit) as error:
+            where = str(self._experiment.folder / "module_transforms" / f"{dataset}.py")
+            must = f"a {split} batch of {dataset} must go through"
+            return user_problem(error, self._experiment.folder, where, must)
+        return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means)
+
+
+def _first_batches(runner: BatchRunner) -> Iterator[BatchRef]:
+    """Yield the first batch of every dataset."""
+    seen = set[str]()
+    for ref in evaluation_refs(runner.shapes):
+        if ref.shape.dataset not in seen:
+            seen.add(ref.shape.dataset)
+            yield ref

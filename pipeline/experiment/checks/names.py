@@ -1,0 +1,113 @@
+"""Names that must match across files: datasets, registers, and what the policies say about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.components import RegisterEarlyStopper, StaticLossWeighter
+from pipeline.errors import InvalidExperiment, Problem, nearest
+from pipeline.experiment.pymodules.definitions import Components
+from pipeline.experiment.pymodules.user_code import place_of
+from pipeline.experiment.settings.json_source import read_document
+from pipeline.experiment.settings.settings import Settings
+
+_PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
+
+
+def name_problems(components: Components, settings: Settings, folder: Path, failed: set[str]) -> Iterator[Problem]:
+    """Yield names that do not match across files; families and settings files that ``failed`` are not judged.
+
+    A file that could not be imported has no names: every name it should have would be reported as missing.
+    """
+    if "datasets" not in failed:
+        yield from _dataset_problems(components, folder, failed)
+    if "loss_registers" not in failed:
+        yield from _register_problems(components, settings, folder, failed)
+        yield from _policy_problems(components, settings, folder)
+    # Without any module, the loader has reported the empty folder.
+    if components.modules and not components.trained_modules:
+        frozen = ", ".join(components.frozen_modules)
+        what = f"at least one module must be trained, but all are frozen: {frozen}"
+        yield Problem(str(folder / "modules"), what, 'settings = {"frozen": False} in one of them')
+
+
+def _dataset_problems(components: Components, folder: Path, failed: set[str]) -> Iterator[Problem]:
+    """Yield datasets that lack a file, files that belong to no dataset, and counters that do not fit their datasets."""
+    datasets = list(components.datasets)
+    for family in sorted(set(_PER_DATASET) - failed):
+        present = getattr(components, family)
+        for dataset in sorted(set(datasets) - set(present)):
+            what = f"the file is missing for dataset {dataset!r}, which {folder / 'datasets' / dataset}.py defines"
+            yield Problem(str(folder / family / f"{dataset}.py"), what)
+        for name in sorted(set(present) - set(datasets)):
+            where = str(folder / family / f"{name}.py")
+            yield Problem(where, f"must be named like a dataset, {_list_known(name, datasets)}")
+    for name, counter in components.data_counters.items():
+        for dataset in sorted(set(counter.dataset_names) - set(datasets)):
+            where = place_of(folder / "data_counters" / f"{name}.py", "dataset_names")
+            yield Problem(where, f"dataset_names has {dataset!r}, {_list_known(dataset, datasets)}")
+        for dataset in sorted(set(counter.dataset_names) & set(datasets)):
+            # A dataset need not inherit from BaseDataset, which has the method.
+            if not callable(getattr(components.datasets[dataset], "getitem_metadata", None)):
+                what = f"dataset must have a method getitem_metadata, because data counter {name!r} uses it"
+                yield Problem(str(folder / "datasets" / f"{dataset}.py"), what)
+
+
+def _register_problems(components: Components, settings: Settings, folder: Path, failed: set[str]) -> Iterator[Problem]:
+    """Yield registers of the settings and of the module transforms that do not match."""
+    known = list(settings.register_names)
+    settings_file = folder.parent / "settings" / "loss_registers.json"
+    for name, count in Counter(known).items():
+        if count > 1:
+            what = f"register {name!r} must be listed once, but is listed {count} times"
+            yield Problem(_place_of_register(settings_file, name), what)
+    if not any(register.optimize for register in settings.loss_registers):
+        yield Problem(str(settings_file), "at least one register must be optimised, but all have optimize: false")
+    for dataset, definition in components.module_transforms.items():
+        where = place_of(folder / "module_transforms" / f"{dataset}.py", "loss_registers")
+        for register in sorted(set(definition.loss_registers) - set(known)):
+            yield Problem(where, f"loss_registers has {register!r}, {_list_known(register, known)} ({settings_file})")
+    # A transform that could not be imported may be the one that feeds a register.
+    if "module_transforms" in failed:
+        return
+    fed = {name for definition in components.module_transforms.values() for name in definition.loss_registers}
+    for register in sorted(set(known) - fed):
+        what = f"register {register!r} is fed by no module transform; "
+        listed = f"loss_registers of {folder / 'module_transforms'} name {', '.join(sorted(fed)) or 'none'}."
+        where = _place_of_register(settings_file, register)
+        yield Problem(where, what + listed + nearest(register, sorted(fed)))
+
+
+def _place_of_register(settings_file: Path, register: str) -> str:
+    """Return ``file:line`` where a register is listed, or the file alone if ``--set`` has added it."""
+    try:
+        document = read_document(settings_file)
+    except InvalidExperiment:
+        return str(settings_file)
+    for index, entry in enumerate(document.value["loss_registers"]):
+        if register == (entry if isinstance(entry, str) else entry["name"]):
+            return document.place(("loss_registers", index, "name"))
+    return str(settings_file)
+
+
+def _policy_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield registers that the ready policies name but do not exist, and a stopper that would never stop."""
+    known = list(settings.register_names)
+    stopper = components.early_stopper
+    if isinstance(stopper, RegisterEarlyStopper) and stopper.register not in known:
+        what = f"register {stopper.register!r}, {_list_known(stopper.register, known)}"
+        yield Problem(str(folder / "early_stopper.py"), what)
+    weighter = components.loss_weighter
+    if isinstance(weighter, StaticLossWeighter):
+        for name in sorted(set(weighter.weights) - set(known)):
+            yield Problem(str(folder / "loss_weighter.py"), f"weights has {name!r}, {_list_known(name, known)}")
+    # Patience counts evaluations. A stopper without the attribute is the author's own and may stop by other rules.
+    if settings.training.evaluation_interval == 0 and getattr(stopper, "max_epochs", 1) is None:
+        what = "needs max_epochs, because evaluation_interval is 0 and patience alone would never end the training"
+        yield Problem(str(folder / "early_stopper.py"), what)
+
+
+def _list_known(name: str, known: list[str]) -> str:
+    return f"but there are {', '.join(sorted(known)) or 'none'}.{nearest(name, known)}"
