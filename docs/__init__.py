@@ -1,0 +1,1 @@
+"""The documentation, and the tools that write parts of it."""
