@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
 from pipeline.training.loaders import Batch, KeyedDataset, Loader
 from pipeline.training.losses import check_losses
-from pipeline.training.step_plan import BatchRef, EpochPoints, SplitShape
+from pipeline.training.step_plan import BatchRef, EpochPoints, PlannedBatch, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What torch's allocators and the operating system say when memory ends.
@@ -25,6 +25,17 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 _MAX_SHOWN_TENSORS = 8
 
 Key = tuple[int | str, ...]
+
+
+class _Planned(Iterable[PlannedBatch]):
+    """Batches planned one by one as a loader asks: the indices of a whole epoch would take memory."""
+
+    def __init__(self, points: EpochPoints, refs: list[BatchRef]) -> None:
+        self._points = points
+        self._refs = refs
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return map(self._points.batch, self._refs)
 
 
 class BatchRunner:
@@ -78,8 +89,7 @@ class BatchRunner:
         by_dataset: dict[str, list[BatchRef]] = {}
         for ref in refs:
             by_dataset.setdefault(ref.shape.dataset, []).append(ref)
-        # Planned one by one as a loader asks: the indices of a whole epoch would take memory.
-        loading = {name: self._loaders[name].load(map(points.batch, chosen)) for name, chosen in by_dataset.items()}
+        loading = {name: self._loaders[name].load(_Planned(points, chosen)) for name, chosen in by_dataset.items()}
         return (next(loading[ref.shape.dataset]) for ref in refs)
 
     def close(self) -> None:

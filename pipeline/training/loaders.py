@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
+import multiprocessing
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.distributed.collectives import collectives_refused
+from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import Batch, LoaderArguments
+from pipeline.system.logging import LOGGER
 from pipeline.system.seeding import seed_generators
 from pipeline.system.stop_requests import die_with_parent, ignore_stop_signals
 from pipeline.training.step_plan import PlannedBatch
 
+# A forked worker starts within milliseconds. This is for machines with far more processes than cores.
+SECONDS_TO_START = 20.0
+_SECONDS_BEFORE_FORK = 0.01
+_MAX_STARTS = 3
+_FORK = "fork"
 # What an author's dataset returns: of any type.
 Point = Any
 
@@ -73,18 +85,37 @@ class Loader:
         # On a CPU nothing is copied, and torch would warn.
         pins_memory = device.type != "cpu" and arguments.pin_memory is not False
         self._is_plain = arguments.num_workers == 0 and not pins_memory
-        self._keeps_workers = arguments.persistent_workers
+        self._arguments = arguments
+        self._pins_memory = pins_memory
         self._has_workers = False
-        self._loader = DataLoader(
-            dataset,
+        # Pymodules live under a private package that only a forked worker knows.
+        self._context = arguments.multiprocessing_context or (_FORK if sys.platform == "linux" else None)
+        # Counts the workers that have started. Only a fork can hang before it runs any Python.
+        is_watched = arguments.num_workers > 0 and self._context == _FORK
+        self._starts = multiprocessing.get_context(_FORK).Semaphore(0) if is_watched else None
+        self._loader = self._create_loader()
+
+    def _create_loader(self) -> DataLoader[Batch]:
+        arguments = self._arguments
+        workers: dict[str, Any] = {}
+        if arguments.num_workers > 0:
+            # torch's DataLoader refuses these without workers.
+            workers = {
+                "prefetch_factor": arguments.prefetch_factor,
+                "persistent_workers": arguments.persistent_workers,
+                "worker_init_fn": partial(_start_worker, starts=self._starts),
+                "multiprocessing_context": self._context,
+            }
+        return DataLoader(
+            self._dataset,
             batch_sampler=self._planned,  # type: ignore[arg-type]
             collate_fn=_keep,
             # Without a generator of its own, each iteration would draw from the global one.
             generator=torch.Generator(),
-            pin_memory=pins_memory,
+            pin_memory=self._pins_memory,
             timeout=arguments.timeout,
             num_workers=arguments.num_workers,
-            **_worker_arguments(arguments),
+            **workers,
         )
 
     def close(self) -> None:
@@ -97,12 +128,52 @@ class Loader:
         return self._loader.num_workers > 0 and not self._has_workers
 
     def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Batch]:
-        """Return the collated batches on the device; workers start now, not when the first batch is asked for."""
+        """Return the collated batches on the device; workers start now, not when the first batch is asked for.
+
+        ``batches`` is iterated again if workers must be replaced.
+        """
         self._planned.batches = batches
-        self._has_workers = self._keeps_workers
-        # Without workers or pinned memory torch's loader has nothing to add but its own time.
-        loaded = map(self._dataset.__getitem__, batches) if self._is_plain else iter(self._loader)
+        if self._is_plain:
+            # Without workers or pinned memory torch's loader has nothing to add but its own time.
+            loaded: Iterator[Batch] = map(self._dataset.__getitem__, batches)
+        elif self._starts is not None and self.starts_workers:
+            loaded = self._start_workers(self._starts)
+        else:
+            loaded = iter(self._loader)
+        self._has_workers = self._arguments.persistent_workers
         return loaded if self._device.type == "cpu" else (to_device(batch, self._device) for batch in loaded)
+
+    def _start_workers(self, starts: Semaphore) -> Iterator[Batch]:
+        """Fork the workers; replace them if one hangs in its fork.
+
+        Python before 3.12 does not hold its lock of thread states over a fork. If a native thread has it at that
+        instant, such as gloo's when it frees a tensor, the copy in the worker is never released: the worker hangs
+        before it runs any Python, and the training process would wait for its batches for ever.
+        """
+        # The thread of a collective that has just ended gets the time to free its tensors.
+        time.sleep(_SECONDS_BEFORE_FORK)
+        for _ in range(_MAX_STARTS):
+            others = set(multiprocessing.active_children())
+            loaded = iter(self._loader)
+            workers = set(multiprocessing.active_children()) - others
+            deadline = time.monotonic() + SECONDS_TO_START
+            if all(starts.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in workers):
+                return loaded
+            LOGGER.warning("A loader worker has not started within %g s; its loader is restarted.", SECONDS_TO_START)
+            with _child_signals_blocked():
+                for worker in workers:
+                    # SIGTERM would wait in the hanging process for a Python that never runs.
+                    worker.kill()
+                    worker.join()
+                # Persistent workers belong to torch's loader, others to the iterator.
+                del loaded
+                self._loader = self._create_loader()
+            while starts.acquire(block=False):
+                continue
+        raise PipelineError(
+            f"Loader workers must start within {SECONDS_TO_START:g} s, but one did not in {_MAX_STARTS} attempts.\n"
+            "  fix: continue with --resume; if it happens again, set num_workers to 0 in dataloaders/*.py."
+        )
 
 
 class Prefetcher(Iterator[Batch]):
@@ -136,24 +207,23 @@ class Prefetcher(Iterator[Batch]):
         return self._loaded.pop()
 
 
-def _worker_arguments(arguments: LoaderArguments) -> dict[str, Any]:
-    """Return the arguments that torch's DataLoader refuses without workers."""
-    if arguments.num_workers == 0:
-        return {}
-    return {
-        "prefetch_factor": arguments.prefetch_factor,
-        "persistent_workers": arguments.persistent_workers,
-        "worker_init_fn": _start_worker,
-        # Pymodules live under a private package that only a forked worker knows.
-        "multiprocessing_context": arguments.multiprocessing_context or ("fork" if sys.platform == "linux" else None),
-    }
+@contextlib.contextmanager
+def _child_signals_blocked() -> Iterator[None]:
+    """Hold SIGCHLD back: torch's handler would raise for a worker that is killed on purpose."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(number: int) -> None:
+def _start_worker(number: int, starts: Semaphore | None) -> None:
     # Ctrl+C reaches the whole process group. Workers must live on, for the step that ends before the run stops.
     ignore_stop_signals()
     if sys.platform == "linux":
         die_with_parent()
+    if starts is not None:
+        starts.release()
 
 
 def _keep(batch: Batch) -> Batch:

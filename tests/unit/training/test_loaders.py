@@ -137,6 +137,67 @@ def test_worker_ends_with_its_process() -> None:
     owner.communicate(timeout=30)
 
 
+# The first so many forks hang before Python runs in the child, as they do when a lock was copied that a thread held.
+HANGING = """
+import os
+import sys
+import time
+import torch
+from pipeline.errors import PipelineError
+from pipeline.experiment.pymodules.definitions import LoaderArguments
+from pipeline.training import loaders
+from pipeline.training.step_plan import PlannedBatch
+
+num_hanging = int(sys.argv[1])
+num_forks = 0
+
+
+def count():
+    global num_forks
+    num_forks += 1
+
+
+def hang():
+    while num_forks <= num_hanging:
+        time.sleep(1)
+
+
+class Numbers:
+    def __getitem__(self, index):
+        return index
+
+
+os.register_at_fork(before=count, after_in_child=hang)
+loaders.SECONDS_TO_START = 2.0
+arguments = LoaderArguments(1, num_workers=2, persistent_workers=sys.argv[2] == "True")
+loader = loaders.Loader(loaders.KeyedDataset(Numbers(), lambda point: None, list), arguments, torch.device("cpu"))
+batches = [PlannedBatch("a", (index,), (index,)) for index in range(5)]
+try:
+    print([list(loader.load(batches)) for _ in range(2)])
+except PipelineError as error:
+    print(error)
+loader.close()
+"""
+
+
+def run_hanging(num_hanging: int, keeps: bool) -> str:
+    """Load two epochs in a process whose first forks hang; return what it says."""
+    line = [sys.executable, "-c", HANGING, str(num_hanging), str(keeps)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_worker_that_hangs_in_its_fork_is_replaced(keeps: bool) -> None:
+    """A lock that a thread held at the fork costs seconds, not the run, and every batch comes once."""
+    epoch = [[index] for index in range(5)]
+    assert run_hanging(1, keeps) == f"{[epoch, epoch]}\n"
+
+
+def test_workers_that_always_hang_end_the_run_with_a_sentence() -> None:
+    """Trying for ever would be a hang as well."""
+    assert "must start within 2 s, but one did not in 3 attempts" in run_hanging(100, keeps=False)
+
+
 def test_next_batch_can_be_loaded_before_it_is_asked_for() -> None:
     """Loading ahead changes neither the order nor the number of batches."""
     loaded: list[int] = []
