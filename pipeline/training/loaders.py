@@ -160,7 +160,7 @@ class Loader:
             if all(starts.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in workers):
                 return loaded
             LOGGER.warning("A loader worker has not started within %g s; its loader is restarted.", SECONDS_TO_START)
-            with _child_signals_blocked():
+            with _child_signals_ignored():
                 for worker in workers:
                     # SIGTERM would wait in the hanging process for a Python that never runs.
                     worker.kill()
@@ -208,13 +208,14 @@ class Prefetcher(Iterator[Batch]):
 
 
 @contextlib.contextmanager
-def _child_signals_blocked() -> Iterator[None]:
-    """Hold SIGCHLD back: torch's handler would raise for a worker that is killed on purpose."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+def _child_signals_ignored() -> Iterator[None]:
+    """Suspend torch's handler of SIGCHLD, which would raise for a worker that is killed on purpose."""
+    # Blocking the signal would not do: another thread can receive it, and Python then runs the handler in this one.
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _start_worker(number: int, starts: Semaphore | None) -> None:
