@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -103,10 +104,9 @@ def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> s
     if mode == RESUME and overrides:
         name = str(parsed["experiment"])
         home = data_home(parsed["data_home"])
-        changes = [word for override in overrides for word in ("--set", override)]
         return (
             "--set works only when an experiment starts; a resumed one runs with the settings it started with.\n"
-            f"  fix: {verb_line('new', 'VARIANT', home, '--from', name, *changes)}"
+            f"  fix: {verb_line('new', 'VARIANT', home, '--from', name, *set_flags(overrides))}"
         )
     return None
 
@@ -125,13 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--reset", action="store_true", help="delete the experiment's results and logs, then start")
     mode.add_argument("--auto", action="store_true", help="start, continue or do nothing, whichever is right")
     parser.add_argument("--data-home", metavar="DIR", help=f"default: ${DATA_HOME_VARIABLE}, else the current folder")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FILE.KEY=VALUE",
-        help="change a setting when starting; repeatable, e.g. --set data_loading.step_min_items=128",
-    )
+    add_set_option(parser)
     parser.add_argument("--deterministic", action="store_true", help="short for --set training.deterministic=true")
     parser.add_argument("--no-validate", action="store_true", help="short for --set training.evaluation_interval=0")
     parser.add_argument("--detect-anomaly", action="store_true", help="let autograd name the operation that made a NaN")
@@ -143,6 +137,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     return parser
+
+
+def add_set_option(parser: argparse.ArgumentParser, metavar: str = "FILE.KEY=VALUE", more: str = "") -> None:
+    """Add the option that changes settings and parameters, which many verbs have."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar=metavar,
+        help=f"start with another setting or parameter; repeatable, e.g. --set parameters.lr=3e-4{more}",
+    )
+
+
+def set_flags(overrides: Iterable[str]) -> list[str]:
+    """Return overrides as flags of a training run."""
+    return [word for override in overrides for word in ("--set", override)]
 
 
 def _epoch(word: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.arguments import AUTO, RESET, RESUME, Arguments
+from pipeline.arguments import AUTO, RESET, RESUME, Arguments, set_flags
 from pipeline.checkpoint.committed_files import CommittedFiles, CommitToRead, committed_files
 from pipeline.checkpoint.parts import PersistedParts, is_counted, restore_counters
 from pipeline.command_lines import verb_line
@@ -174,13 +174,13 @@ class _Run:
             refuse_edited_copy(self._paths.results, manifest.copies, is_accepted=self._arguments.accept_edited_copy)
 
     def _read_frozen_contents(self) -> Contents:
-        contents = read_contents(self._paths.results / "settings")
-        differing = differing_overrides(contents, self._arguments.all_overrides)
+        folder = self._paths.results / "settings"
+        contents = read_contents(folder)
+        differing = differing_overrides(contents, self._arguments.all_overrides, folder)
         if differing:
-            changes = [word for override in differing for word in ("--set", override)]
             raise UsageError(
                 f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
-                verb_line("new", "VARIANT", self._paths.home, "--from", self._paths.name, *changes),
+                verb_line("new", "VARIANT", self._paths.home, "--from", self._paths.name, *set_flags(differing)),
             )
         return contents
 

@@ -11,11 +11,12 @@ import sys
 
 import torch
 
-from pipeline.arguments import RESET, RESUME, Arguments
+from pipeline.arguments import RESET, RESUME, Arguments, add_set_option
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.evaluation.trial import Trial
 from pipeline.experiment.assembly import Experiment, assemble, count, read_checked_contents
+from pipeline.experiment.checks.parameter_uses import doubtful_parameters
 from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.settings.settings import parse_settings
 from pipeline.lifecycle.finished import finished_lines
@@ -23,7 +24,7 @@ from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.system.formatting import clipped, table
 from pipeline.tracking.factory import check_installed
-from pipeline.tracking.startup_summary import first_block, step_lines
+from pipeline.tracking.startup_summary import WARNING_MARK, first_block, step_lines
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.step_plan import StepPlan
 
@@ -33,7 +34,7 @@ _MAX_SHOWN_NAMES = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXP", help="an experiment with a settings folder; nothing is written")
-    parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
+    add_set_option(parser)
     parser.add_argument("--no-batches", action="store_true", help="only check what needs no data")
 
 
@@ -54,6 +55,8 @@ def execute(arguments: argparse.Namespace) -> int:
         print(clipped(line))
     if not arguments.no_batches:
         _try_batches(experiment, processes)
+    for problem in doubtful_parameters(paths.settings / "pymodules", experiment.settings.parameters):
+        print(f"{WARNING_MARK}{problem}")
     print("ok: no problems found")
     return 0
 
@@ -108,4 +111,4 @@ def _try_batches(experiment: Experiment, processes: Processes) -> None:
         names = trial.untouched
         more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
         listed = ", ".join(names[:_MAX_SHOWN_NAMES])
-        print(f"WARNING: these got no gradient from one batch of each dataset: {listed}{more}")
+        print(f"{WARNING_MARK}these got no gradient from one batch of each dataset: {listed}{more}")

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.settings import read_contents
 from pipeline.lifecycle.frozen_copy import digest_folder
 from pipeline.monitoring.experiment_state import ExperimentState, read_existing_state, read_liveness
@@ -59,7 +60,8 @@ def _collect_facts(experiment: ExperimentState) -> Facts:
         facts[f"last {register}"] = as_json(curve.values[-1]) if curve.values else None
     results = experiment.paths.results
     # Settings have the names that --set knows them by.
-    facts |= flat(read_contents(results / "settings"))
+    contents = read_contents(results / "settings")
+    facts |= flat({name: content for name, content in contents.items() if content or name != PARAMETERS})
     digests = digest_folder(results)
     return facts | {name: digest[:8] for name, digest in digests.items() if name.startswith("pymodules/")}
 
@@ -72,7 +74,7 @@ def _format_tables(facts: dict[str, Facts], shown: list[str]) -> Iterator[str]:
     if not facts:
         yield "no results to compare"
         return
-    rows = {name: (name, *(_format_cell(own.get(name)) for own in facts.values())) for name in shown}
+    rows = {name: (name, *(_format_cell(name, own.get(name)) for own in facts.values())) for name in shown}
     yield from table([("", *facts), *(row for name, row in rows.items() if _is_value(name))])
     others = [row for name, row in rows.items() if not _is_value(name)]
     if others:
@@ -83,9 +85,10 @@ def _format_tables(facts: dict[str, Facts], shown: list[str]) -> Iterator[str]:
         yield "settings and pymodules are alike"
 
 
-def _format_cell(value: object) -> str:
+def _format_cell(name: str, value: object) -> str:
     if value is None:
         return "-"
-    if isinstance(value, float):
+    # Settings keep all their digits: learning rates may differ in the fifth.
+    if isinstance(value, float) and _is_value(name):
         return shown_value(value)
     return value if isinstance(value, str) else json.dumps(value)

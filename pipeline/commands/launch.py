@@ -7,8 +7,9 @@ import shlex
 import sys
 from itertools import combinations, pairwise
 
+from pipeline.arguments import add_set_option, set_flags
 from pipeline.command_lines import verb_line
-from pipeline.errors import StateConflict, UsageError
+from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.launch.torchrun_command import TrainingLine, start_in_background, training_line
 from pipeline.lifecycle.mode import check_known
 from pipeline.monitoring.experiment_state import LIVE, state_of
@@ -18,7 +19,7 @@ EXAMPLE = """\
 examples:
   python -m pipeline launch digits:0-6 letters:7
   python -m pipeline launch stage_1:0-3 then stage_2:0-3
-  python -m pipeline launch digits --nproc 2 -- --set training.seed=1"""
+  python -m pipeline launch a b --set a:parameters.lr=1e-3 --set b:parameters.lr=3e-3"""
 THEN = "then"
 _DEFAULT_FLAGS = ["--auto"]
 Chain = list[TrainingLine]
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an experiment and its GPUs; 'then' waits until it finished",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="processes of each (default: one per GPU, else 1)")
+    add_set_option(parser, "[EXP:]FILE.KEY=VALUE", more="; EXP: for that experiment alone")
     parser.add_argument("--print", action="store_true", help="print the shell lines instead of starting them")
     parser.add_argument_group("-- FLAGS", "flags of the training run, such as --resume (default: --auto)")
     parser.set_defaults(takes_flags=True)
@@ -82,7 +84,25 @@ def _line(word: str, arguments: argparse.Namespace) -> TrainingLine:
     name, _, gpus = word.partition(":")
     paths = ExperimentPaths(data_home(arguments.data_home), name)
     check_known(paths)
-    return training_line(paths, nproc=arguments.nproc, gpus=gpus or None, flags=arguments.flags, in_background=True)
+    flags = [*set_flags(overrides_of(name, arguments)), *arguments.flags]
+    return training_line(paths, nproc=arguments.nproc, gpus=gpus or None, flags=flags, in_background=True)
+
+
+def overrides_of(experiment: str, arguments: argparse.Namespace) -> list[str]:
+    """Return what ``--set`` changes for one of several experiments, or refuse a name that is not among them."""
+    names = [word.partition(":")[0] for word in arguments.experiments if word != THEN]
+    overrides = []
+    for word in arguments.set:
+        # A name of an experiment has neither of the two characters.
+        owner, colon, override = word.partition(":")
+        if not colon or "=" in owner:
+            overrides.append(word)
+            continue
+        if owner not in names:
+            raise UsageError(f"--set {word}: {owner!r} is not started here.{nearest(owner, names)}")
+        if owner == experiment:
+            overrides.append(override)
+    return overrides
 
 
 def _refuse_shared_gpus(chains: list[Chain]) -> None:

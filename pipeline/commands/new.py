@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+from pipeline.arguments import add_set_option
 from pipeline.command_lines import run_line
 from pipeline.errors import StateConflict, UsageError
 from pipeline.experiment.pymodules.source_files import copied_files
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--template", default="digits", help="an example to copy (default: digits)")
     source.add_argument("--from", dest="other", metavar="EXP", help="an experiment of yours to copy")
-    parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
+    add_set_option(parser)
     parser.add_argument("--exist-ok", action="store_true", help="leave an experiment that exists as it is")
 
 

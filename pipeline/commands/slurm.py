@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 
+from pipeline.arguments import add_set_option, set_flags
 from pipeline.command_lines import verb_line
-from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, parse_chains
+from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, overrides_of, parse_chains
 from pipeline.errors import UsageError
 from pipeline.launch.slurm_script import Job
 from pipeline.launch.torchrun_command import TrainingLine, training_line
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="any other option of sbatch, as in the second example; repeatable",
     )
+    add_set_option(parser, "[EXP:]FILE.KEY=VALUE", more="; EXP: for that experiment alone")
     add("--print", action="store_true", help="print the script instead of writing it")
     add("--submit", action="store_true", help="submit what was written")
     parser.add_argument_group("-- FLAGS", "flags of the training run, besides --auto which it always has")
@@ -97,7 +99,8 @@ def _make_job(names: list[str], arguments: argparse.Namespace) -> Job:
         check_known(paths)
         if {"--resume", "--reset"} & {*arguments.flags}:
             raise UsageError("A job that is requeued must continue where it was: its run always has --auto.")
-        flags = ["--auto", *(flag for flag in arguments.flags if flag != "--auto")]
+        overrides = set_flags(overrides_of(name, arguments))
+        flags = ["--auto", *overrides, *(flag for flag in arguments.flags if flag != "--auto")]
         nproc = arguments.nproc if arguments.nproc is not None else arguments.gpus_per_node or 1
         lines.append(training_line(paths, nproc=nproc, flags=flags, in_background=True, num_nodes=arguments.nodes))
     return Job(

@@ -26,7 +26,15 @@ from pipeline.monitoring.experiment_state import (
 from pipeline.monitoring.status_file import Status
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.system.files import last_lines
-from pipeline.system.formatting import clipped, shown_bytes, shown_duration, shown_value, sparkline, table
+from pipeline.system.formatting import (
+    clipped,
+    shown_bytes,
+    shown_duration,
+    shown_parameters,
+    shown_value,
+    sparkline,
+    table,
+)
 from pipeline.system.nvidia_smi import look_at_gpus
 
 EXAMPLE = "examples:\n  python -m pipeline status\n  python -m pipeline status digits --watch"
@@ -143,6 +151,8 @@ def _format_page(overview: Overview) -> Iterator[str]:
         yield f"  ended      {overview.ended.outcome}{f': {reason}' if reason else ''}"
     if experiment.results.progress is not None:
         yield f"  committed  {experiment.results.progress} (start {len(experiment.starts)})"
+    if parameters := experiment.parameters():
+        yield f"  parameters {shown_parameters(parameters)}"
     yield from _format_values(overview)
     yield f"  disk       {shown_bytes(overview.used_bytes)} used, {shown_bytes(overview.free_bytes)} free"
     if experiment.status.updated:

@@ -13,6 +13,7 @@ import shlex
 import signal
 from contextlib import ExitStack
 
+from pipeline.arguments import add_set_option, set_flags
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experiment.settings.settings import FSDP, parse_settings, read_contents
 from pipeline.lifecycle.mode import unknown_experiment
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=9, metavar="N", help="steps to run (default: 9)")
     parser.add_argument("--kills", type=int, default=2, metavar="K", help="kills, evenly spread (default: 2)")
-    parser.add_argument("--set", action="append", default=[], metavar="FILE.KEY=VALUE", help="change a setting")
+    add_set_option(parser)
     parser.add_argument("--scratch", metavar="DIR", help="where to work (default: the system's temporary folder)")
 
 
@@ -122,7 +123,7 @@ def _refuse_without_exact(paths: ExperimentPaths, arguments: argparse.Namespace)
         "--data-home": arguments.data_home,
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
-    words += [word for change in (*arguments.set, *changes) for word in ("--set", change)]
+    words += set_flags((*arguments.set, *changes))
     raise UsageError(
         'Several numbers of processes give the same bits only with gradient_reduction: "exact", but the settings of '
         f'{paths.name!r} have "{training.gradient_reduction}".',
@@ -161,8 +162,7 @@ def _run(scratch: ExperimentPaths, arguments: argparse.Namespace, nproc: int, pl
     """Run one life; raise unless it ends as planned."""
     is_resumed = plan.name != life_name(0)
     # Overrides are frozen into the copy at the first start, and a resume refuses to change them.
-    overrides = [word for override in (*_OVERRIDES, *arguments.set) for word in ("--set", override)]
-    words = ["--resume"] if is_resumed else overrides
+    words = ["--resume"] if is_resumed else set_flags((*_OVERRIDES, *arguments.set))
     # Bits depend on the threads of a process. torchrun gives each of several one thread, and a single one gets all.
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"} if len(arguments.nproc) > 1 else {}
     done = retrace(scratch, nproc, words, plan, variables)

@@ -12,6 +12,7 @@ from pipeline.components.checkpoint_savers import (
 from pipeline.components.data_counters import BaseDataCounter, CategoryCounter, DatasetSizeCounter
 from pipeline.components.datasets import BaseDataset, BaseDataTransform
 from pipeline.components.early_stoppers import BaseEarlyStopper, RegisterEarlyStopper, WeightedLossEarlyStopper
+from pipeline.components.experiment_parameters import Parameters
 from pipeline.components.loss_weighters import (
     BaseLossWeighter,
     DynamicWeightAverage,
@@ -24,6 +25,9 @@ from pipeline.components.module_transforms import BaseModuleTransform
 from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
 from pipeline.components.stateful import Stateful, load_json, save_json
 from pipeline.components.trackers import BaseTracker, Image, Point, TrackedRun
+
+# The values of settings/parameters.json: those of the experiment whose pymodules are being imported.
+parameters = Parameters({})
 
 __all__ = [
     "BaseCheckpointSaver",
@@ -43,6 +47,7 @@ __all__ = [
     "LossRecord",
     "Losses",
     "MovingAverageLossWeighter",
+    "Parameters",
     "PeriodicCheckpointSaver",
     "Point",
     "RegisterEarlyStopper",
@@ -55,6 +60,7 @@ __all__ = [
     "WeightedLossEarlyStopper",
     "load_json",
     "num_finished_epochs",
+    "parameters",
     "save_json",
     "weighted_loss",
 ]

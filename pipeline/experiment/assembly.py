@@ -29,6 +29,7 @@ from pipeline.experiment.pymodules.contracts import ContractReader
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.loader import PymoduleLoader
 from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.settings import Contents, Settings, parse_settings, read_contents, readable_contents
 from pipeline.experiment.sharding import shard_module
 from pipeline.system.accelerators import CPU, has_fused_kernels
@@ -143,6 +144,9 @@ def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Cont
         return read_contents(folder / "settings", overrides)
     except InvalidExperiment as error:
         contents, wrong_files = readable_contents(folder / "settings")
+        if PARAMETERS in wrong_files:
+            # Any pymodule may need them.
+            raise
         settings = parse_settings(contents)
         # Whether the device can synchronise BatchNorm is checked once the settings are right.
         settings = replace(settings, training=replace(settings.training, sync_batchnorm=False))
@@ -204,7 +208,7 @@ def _read_components(
     folder: Path, settings: Settings, wrong_files: frozenset[str] = _NO_NAMES
 ) -> tuple[Components, list[Problem], set[str]]:
     """Return the components, what is wrong with them, and the families and settings files it is wrong in."""
-    loader = PymoduleLoader(folder, settings.training.seed)
+    loader = PymoduleLoader(folder, settings.training.seed, settings.parameters)
     reader = ContractReader(loader.load())
     components = reader.read()
     # A file that breaks its contract still has its name, so names are judged unless a file could not be imported.
@@ -235,7 +239,8 @@ def _create_optimizers(
             optimizer = definition.create_optimizer(components.all_modules)
         except (Exception, SystemExit) as error:
             problem = user_problem(error, folder, where, "create_optimizer must work")
-            if isinstance(error, KeyError):
+            # Not its subclasses: a missing parameter says by itself what there is.
+            if type(error) is KeyError:
                 problem = replace(problem, fix=f"the modules are {', '.join(components.all_modules)}")
             problems.append(problem)
             continue

@@ -7,6 +7,7 @@ Each verb reads it once and passes it on: ``read_experiment_state`` for verbs th
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pipeline.paths import ExperimentPaths, results_names
 from pipeline.store.lock import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, is_held, read_owner, seconds_since_beat
 from pipeline.store.manifest import Manifest
 from pipeline.store.store import read_current_manifest
-from pipeline.system.files import num_bytes
+from pipeline.system.files import num_bytes, read_regular
 from pipeline.system.formatting import as_json
 from pipeline.system.slurm_client import PENDING
 
@@ -53,6 +54,14 @@ class ExperimentState:
     def best(self) -> BestEpoch | None:
         """The best epoch up to the current commit."""
         return BestEpoch.from_json(self.manifest.run_state.get("best")) if self.manifest else None
+
+    def parameters(self) -> dict[str, object]:
+        """Return the parameters of the frozen copy; empty if it has none, or they cannot be read."""
+        try:
+            parameters = json.loads(read_regular(self.paths.results / "settings" / "parameters.json"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return parameters if isinstance(parameters, dict) else {}
 
     def history(self) -> History:
         """Return the recorded curves of the same commit."""
@@ -163,6 +172,7 @@ class Overview:
             "seconds_since_sign_of_life": self.owner.seconds_since_heartbeat if self.owner else None,
             "num_starts": len(self.experiment.starts) if results.exists else 0,
             "ended": self.ended.end_to_json() if self.ended else None,
+            "parameters": self.experiment.parameters(),
             "history": self.validation,
             "disk": {"used": self.used_bytes, "free": self.free_bytes},
         }

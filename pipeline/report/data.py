@@ -112,6 +112,7 @@ def collect(experiment: ExperimentState, max_points: int = MAX_POINTS) -> Story:
     # Of very many skipped steps only some are drawn.
     every = math.ceil(len(steps.skipped) / max_points) or 1
     settings = _read_settings(paths)
+    parameters = experiment.parameters()
     return {
         "name": paths.name,
         "state": state,
@@ -124,7 +125,8 @@ def collect(experiment: ExperimentState, max_points: int = MAX_POINTS) -> Story:
         "skipped": {"count": len(steps.skipped), "epochs": [shorten(epoch) for epoch in steps.skipped[::every]]},
         "starts": [_describe_start(start, num_steps, is_last=start is starts[-1]) for start in starts],
         "lineage": trace_lineage(paths),
-        "settings": dict(flat(settings)),
+        # What people tune comes first.
+        "settings": dict(flat({"parameters": parameters} if parameters else {})) | dict(flat(settings)),
         "copies": experiment.manifest.copies if experiment.manifest else {},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -96,6 +97,13 @@ def flat(value: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
         return
     for key, inner in value.items():
         yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def shown_parameters(parameters: Mapping[str, Json]) -> str:
+    """Return every parameter by its dotted name, as it would be written in JSON."""
+    return ", ".join(
+        f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in flat(dict(parameters))
+    )
 
 
 def width() -> int | None:

@@ -11,6 +11,7 @@ from pipeline.checkpoint.records import Records
 from pipeline.components import BaseTracker, TrackedRun
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.experiment.pymodules.loader import PymoduleLoader
+from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.settings import LoggingSettings, Settings, parse_settings, read_contents
 from pipeline.lifecycle.starts import run_id
 from pipeline.paths import ExperimentPaths
@@ -78,7 +79,8 @@ def publish_rest(paths: ExperimentPaths, epoch: int) -> None:
     try:
         settings = parse_settings(read_contents(paths.results / "settings"))
         # Of the pymodules, trackers alone: no dataset is needed to send what is recorded.
-        pymodules = PymoduleLoader(paths.results / "pymodules", settings.training.seed).load(["trackers"])["trackers"]
+        loader = PymoduleLoader(paths.results / "pymodules", settings.training.seed, settings.parameters)
+        pymodules = loader.load(["trackers"])["trackers"]
         trackers = create_trackers(settings.logging, {name: module.tracker for name, module in pymodules.items()})
         if trackers:
             records = Records.of_results(settings.loss_registers, paths.data, epoch)
@@ -93,4 +95,7 @@ def publish_rest(paths: ExperimentPaths, epoch: int) -> None:
 
 def tracked_run(paths: ExperimentPaths, settings: Settings) -> TrackedRun:
     """Return what trackers learn about a run; the publisher adds each tracker's first step and folder."""
-    return TrackedRun(paths.name, run_id(paths), first_step=0, settings=asdict(settings), folder=paths.logs)
+    others = asdict(settings)
+    # What people tune comes first.
+    shown = {PARAMETERS: parameters} if (parameters := others.pop(PARAMETERS)) else {}
+    return TrackedRun(paths.name, run_id(paths), first_step=0, settings={**shown, **others}, folder=paths.logs)

@@ -8,7 +8,6 @@ import re
 import tempfile
 import time
 import uuid
-from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
@@ -67,9 +66,9 @@ class Mlflow(BaseTracker):
         if known:
             return str(known[0].info.run_id)
         created = self._client.create_run(number, tags={RUN_TAG: run.run_id}, run_name=run.experiment)
-        settings = islice(flat(run.settings), _MAX_PARAMETERS)
-        parameters = [Param(_clean_name(key), str(value)[:_MAX_CHARACTERS]) for key, value in settings]
-        self._client.log_batch(created.info.run_id, params=parameters)
+        parameters = [Param(_clean_name(key), str(value)[:_MAX_CHARACTERS]) for key, value in flat(run.settings)]
+        for first in range(0, len(parameters), _MAX_PARAMETERS):
+            self._client.log_batch(created.info.run_id, params=parameters[first : first + _MAX_PARAMETERS])
         return str(created.info.run_id)
 
     def publish(self, points: list[Point]) -> None:

@@ -21,7 +21,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.serialization.shard_index import is_sharded
 from pipeline.system.disk import Disk
-from pipeline.system.formatting import shown_bytes, shown_duration, shown_number, shown_values
+from pipeline.system.formatting import shown_bytes, shown_duration, shown_number, shown_parameters, shown_values
 from pipeline.tracking.factory import show_commands
 
 # Lines that begin with it are meant as warnings.
@@ -43,6 +43,8 @@ def first_block(
     )
     yield f"data home: {paths.home}"
     yield f"state: {found}"
+    if experiment.settings.parameters:
+        yield f"parameters: {shown_parameters(experiment.settings.parameters)}"
     yield from _part_lines(experiment)
     yield from _disk_lines(paths, experiment)
     training = experiment.settings.training

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.components import BaseTracker, Image, Point, TrackedRun
 from pipeline.experiment.settings.settings import LoggingSettings
 from pipeline.serialization.png import size_of
+from pipeline.system.formatting import flat
 
 # TensorBoard's number for RGB.
 _COLORSPACE = 3
@@ -22,6 +25,8 @@ class TensorBoard(BaseTracker):
 
     def begin(self, run: TrackedRun) -> None:
         self._events = EventFile(run.folder, run.first_step)
+        if parameters := run.settings.get("parameters"):
+            self._events.add_parameters(run.first_step, dict(flat(parameters)))
 
     def publish(self, points: list[Point]) -> None:
         self._events.add([(step, {"tag": tag, "simple_value": value}) for tag, step, value in points])
@@ -64,6 +69,19 @@ class EventFile:
         """Add values by step; a reader finds them once this returns."""
         for step, value in values:
             self._write(step=step, summary={"value": [value]})
+        self._file.flush()
+
+    def add_parameters(self, step: int, parameters: Mapping[str, object]) -> None:
+        """Add a row of the tab that compares runs by their parameters."""
+        from torch.utils.tensorboard.summary import hparams
+
+        # It takes numbers, booleans and text.
+        values = {
+            name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            for name, value in parameters.items()
+        }
+        _, parameters_at_start, _ = hparams(values, {})
+        self._write(step=step, summary=parameters_at_start)
         self._file.flush()
 
     def close(self) -> None:

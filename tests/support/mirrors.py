@@ -9,8 +9,10 @@ from typing import Any
 
 from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 from wandb.proto.wandb_internal_pb2 import Record
 
+from pipeline.system.formatting import flat
 from tests.support.wandb_files import records
 
 Series = dict[str, list[tuple[int, float]]]
@@ -91,3 +93,25 @@ def mlflow_images(logs: Path) -> Images:
     folder = next((logs / "mlflow/artifacts").glob("*/artifacts"))
     files = [(file.relative_to(folder), file) for file in folder.rglob("*.png")]
     return {(str(path.parent), int(path.stem.removeprefix("step_"))): file.read_bytes() for path, file in files}
+
+
+def tensorboard_parameters(logs: Path) -> dict[str, object]:
+    """Return the row of the tab HPARAMS."""
+    content = _events(logs).PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    values = parse_session_start_info_plugin_data(content).hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+
+
+def wandb_parameters(logs: Path) -> dict[str, object]:
+    """Return the parameters in the config of the run."""
+    (file,) = (logs / "wandb").glob("offline-run-*/run-*.wandb")
+    runs = [Record.FromString(content).run for content in records(file.read_bytes())]
+    config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
+    return dict(flat(config["parameters"]))
+
+
+def mlflow_parameters(logs: Path) -> dict[str, object]:
+    """Return the parameters of the run, which MLflow keeps as text."""
+    prefix = "parameters."
+    found = _mlflow_run(logs)[1].data.params.items()
+    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}

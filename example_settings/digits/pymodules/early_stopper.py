@@ -1,3 +1,3 @@
-from pipeline.components import WeightedLossEarlyStopper
+from pipeline.components import WeightedLossEarlyStopper, parameters
 
-early_stopper = WeightedLossEarlyStopper(max_epochs=15, patience=5, startup=5)
+early_stopper = WeightedLossEarlyStopper(max_epochs=parameters.num_epochs, patience=5, startup=5)

@@ -6,12 +6,15 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
+from pipeline import components
+from pipeline.components import Parameters
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.pymodules.contract_examples import EXAMPLES
 from pipeline.experiment.pymodules.source_files import is_ignored
@@ -53,17 +56,20 @@ def relocate(source: Path, target: Path) -> None:
 class PymoduleLoader:
     """Imports the files of one ``pymodules`` folder and collects what is wrong with them."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, parameters: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.folder = folder
         self.problems = list[Problem]()
         self.failed_families: set[str] = set()
         self._seed = seed
+        self._parameters = Parameters(parameters)
         # One process may load several experiments, or one twice: each load has a package of its own.
         self._package = f"{_PREFIX}{next(_packages)}"
 
     def load(self, wanted: Collection[str] = ("", *FAMILIES)) -> dict[str, dict[str, ModuleType]]:
         """Return every imported file of the wanted families by family and name; singles are the family ''."""
         self.problems += self._layout_problems()
+        # Each file takes the name from there while it is imported, so experiments in one process do not mix.
+        components.parameters = self._parameters
         # A package made by hand lets files import each other relatively, under a name that nothing else has.
         package = ModuleType(self._package)
         package.__path__ = [str(self.folder)]

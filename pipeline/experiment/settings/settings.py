@@ -1,13 +1,21 @@
-"""Settings: four JSON files, checked against their schemas, as frozen values."""
+"""Settings: JSON files, checked against their schemas, as frozen values."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
 from pipeline.experiment.settings.json_source import Document, Json, parse_json, read_document
+from pipeline.experiment.settings.parameters import (
+    PARAMETERS,
+    PARAMETERS_FILE,
+    SCHEMA_FILE,
+    check_changed_parameters,
+    override_parameter,
+    read_parameters,
+)
 from pipeline.experiment.settings.validation import (
     SETTINGS_FILES,
     contradiction_problems,
@@ -104,6 +112,8 @@ class Settings:
     loss_registers: tuple[LossRegister, ...]
     training: TrainingSettings
     fingerprint_points: int = 0
+    # What parameters.json says, as it is.
+    parameters: dict[str, Json] = field(default_factory=dict)
 
     @property
     def register_names(self) -> tuple[str, ...]:
@@ -131,15 +141,17 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
             continue
         problems += schema_problems(document, name)
         contents[name] = document.value
+    contents[PARAMETERS], parameter_problems = read_parameters(folder)
+    problems += parameter_problems
     # A misspelt file name would silently change nothing.
-    known = [f"{name}.json" for name in SETTINGS_FILES]
+    known = [*(f"{name}.json" for name in SETTINGS_FILES), PARAMETERS_FILE, SCHEMA_FILE]
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if path.name not in known:
             what = f"unknown settings file; known are {', '.join(known)}.{nearest(path.name, known)}"
             problems.append(Problem(str(path), what))
     if problems:
         raise InvalidExperiment(problems)
-    contents = apply_overrides(contents, overrides)
+    contents = apply_overrides(contents, overrides, folder)
     # Only now: an override may cause a contradiction, or resolve one that the file has.
     problems += contradiction_problems(contents["training"], folder / "training.json")
     if problems:
@@ -160,6 +172,9 @@ def readable_contents(folder: Path) -> tuple[Contents, frozenset[str]]:
         contents[name] = document.value if is_valid else stand_in
         if not is_valid:
             wrong.add(name)
+    contents[PARAMETERS], problems = read_parameters(folder)
+    if problems:
+        wrong.add(PARAMETERS)
     return contents, frozenset(wrong)
 
 
@@ -173,6 +188,7 @@ def parse_settings(contents: Contents) -> Settings:
     return Settings(
         step_min_items=contents["data_loading"]["step_min_items"],
         fingerprint_points=contents["data_loading"].get("fingerprint_points", 0),
+        parameters=contents[PARAMETERS],
         logging=LoggingSettings(
             progress_bar=progress_bar.pop("enabled"),
             tensorboard=logging.get("tensorboard", {}).get("enabled", False),
@@ -190,8 +206,11 @@ def parse_settings(contents: Contents) -> Settings:
     )
 
 
-def apply_overrides(contents: Contents, overrides: tuple[str, ...]) -> Contents:
-    """Return the contents with every ``FILE.KEY=VALUE`` applied and checked against the schemas again."""
+def apply_overrides(contents: Contents, overrides: tuple[str, ...], folder: Path) -> Contents:
+    """Return the contents with every ``FILE.KEY=VALUE`` applied and checked against the schemas again.
+
+    ``folder`` is that of the settings files.
+    """
     if not overrides:
         return contents
     changed: Contents = json.loads(json.dumps(contents))
@@ -199,9 +218,11 @@ def apply_overrides(contents: Contents, overrides: tuple[str, ...]) -> Contents:
         _apply_override(changed, override)
     problems = [
         problem
-        for name, content in changed.items()
-        for problem in schema_problems(Document(Path(f"--set {name}"), "", content), name)
+        for name in SETTINGS_FILES
+        for problem in schema_problems(Document(Path(f"--set {name}"), "", changed[name]), name)
     ]
+    if changed[PARAMETERS] != contents[PARAMETERS]:
+        problems += check_changed_parameters(folder, changed[PARAMETERS])
     if problems:
         raise InvalidExperiment(problems)
     return changed
@@ -214,9 +235,14 @@ def _apply_override(contents: Contents, override: str) -> None:
         holders = [f"{name}.{target}" for name in SETTINGS_FILES if target in schema(name)["properties"]]
         suggestion = f" Did you mean {holders[0]}={text or '…'}?" if holders else ""
         raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.{suggestion}")
+    if file == PARAMETERS:
+        override_parameter(contents[PARAMETERS], key, text, override)
+        return
     if file not in SETTINGS_FILES:
-        known = f"there are {', '.join(SETTINGS_FILES)}.{nearest(file, SETTINGS_FILES)}"
-        raise UsageError(f"--set {override}: no settings file {file!r}; {known}")
+        files = [*SETTINGS_FILES, PARAMETERS]
+        raise UsageError(
+            f"--set {override}: no settings file {file!r}; there are {', '.join(files)}.{nearest(file, files)}"
+        )
     *sections, last = key.split(".")
     section = contents[file]
     rules = schema(file)
@@ -245,9 +271,9 @@ def _rules_below(rules: dict[str, Json], key: str, override: str) -> dict[str, J
     return known[key]
 
 
-def differing_overrides(contents: Contents, overrides: tuple[str, ...]) -> list[str]:
-    """Return the overrides that would change settings already frozen."""
+def differing_overrides(contents: Contents, overrides: tuple[str, ...], folder: Path) -> list[str]:
+    """Return the overrides that would change settings already frozen in ``folder``."""
     # Together first: a restarted command repeats overrides that are frozen, of which a later one may undo an earlier.
-    if apply_overrides(contents, overrides) == contents:
+    if apply_overrides(contents, overrides, folder) == contents:
         return []
-    return [override for override in overrides if apply_overrides(contents, (override,)) != contents]
+    return [override for override in overrides if apply_overrides(contents, (override,), folder) != contents]

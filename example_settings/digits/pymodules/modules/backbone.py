@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from pipeline.components import parameters
+
 module = nn.Sequential(
     nn.Conv2d(3, 32, kernel_size=3, padding=1),
     nn.BatchNorm2d(32),
@@ -11,7 +13,7 @@ module = nn.Sequential(
     nn.ReLU(),
     nn.MaxPool2d(2),
     nn.Flatten(),
-    nn.Dropout(0.2),
+    nn.Dropout(parameters.dropout),
     nn.Linear(48 * 4 * 4, 64),
     nn.ReLU(),
 )

@@ -254,7 +254,7 @@ def test_only_overrides_that_would_change_something_differ(home: Path) -> None:
     """A restarted command line that repeats what is frozen already is no contradiction."""
     contents = read_contents(home / "experiment_settings/tiny/settings")
     overrides = ("training.seed=3", "training.seed=4", "data_loading.step_min_items=14")
-    assert differing_overrides(contents, overrides) == ["training.seed=4"]
+    assert differing_overrides(contents, overrides, home / "experiment_settings/tiny/settings") == ["training.seed=4"]
 
 
 def test_contents_are_plain_json(home: Path) -> None:
