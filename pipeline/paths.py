@@ -17,10 +17,16 @@ LR_DATA = "lr_data"
 LOSS_REG_DATA = "loss_reg_data"
 LOSS_WEIGHT_DATA = "loss_weight_data"
 DATA_COUNTER_DATA = "data_counter_data"
+EARLY_STOPPER_DATA = "early_stopper_data"
+CHECKPOINT_SAVER_DATA = "checkpoint_saver_data"
+LOSS_WEIGHTER_DATA = "loss_weighter_data"
 # The steps of an epoch that is being trained are committed, but have no public name.
 RUNNING_STEPS = "running"
 DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
 STATE_FILE = "state.json"
+LOCK_FILE = "run.lock"
+STATUS_FILE = "status.json"
+STARTS_FILE = "starts.jsonl"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _MAX_NAME_CHARACTERS = 200
 # Limits of a path that was read from a file: file systems take names of 255 bytes, and no result lies as deep.
@@ -136,15 +142,15 @@ class ExperimentPaths:
 
     @property
     def lock_file(self) -> Path:
-        return self.results / "run.lock"
+        return self.results / LOCK_FILE
 
     @property
     def status_file(self) -> Path:
-        return self.results / "status.json"
+        return self.results / STATUS_FILE
 
     @property
     def starts_file(self) -> Path:
-        return self.results / "starts.jsonl"
+        return self.results / STARTS_FILE
 
     @property
     def data(self) -> Path:

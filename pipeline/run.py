@@ -34,7 +34,7 @@ from pipeline.loop import Loop
 from pipeline.monitoring.journal import END, START
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.progress import Progress
-from pipeline.report.ending import reported
+from pipeline.report.ending import conclude_run
 from pipeline.report.page import leave_report
 from pipeline.session import TrainingSession, build_session
 from pipeline.store.lock import RunLock
@@ -103,7 +103,7 @@ class _Run:
                 progress = Progress()
                 self._count(session)
             self._introduce(session, progress)
-            with reported(self._paths, session.journal, session.close):
+            with conclude_run(self._paths, session.journal, session.close):
                 return self._loop(session, progress)
         finally:
             self._lock.release()

@@ -26,10 +26,21 @@ from pipeline.errors import DamagedResults
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.settings.settings import FSDP
-from pipeline.paths import DATA_COUNTER_DATA, LOSS_WEIGHT_DATA, MODULE_CKPS, OPTIM_CKPS, RUNNING_STEPS, SCHED_DATA
+from pipeline.paths import (
+    CHECKPOINT_SAVER_DATA,
+    DATA_COUNTER_DATA,
+    EARLY_STOPPER_DATA,
+    LOSS_WEIGHT_DATA,
+    LOSS_WEIGHTER_DATA,
+    MODULE_CKPS,
+    OPTIM_CKPS,
+    RUNNING_STEPS,
+    SCHED_DATA,
+)
 from pipeline.progress import EVALUATION, Progress
 from pipeline.serialization.sharded_files import num_bytes
 from pipeline.store.changes import Changes
+from pipeline.store.weight_pools import FROZEN
 from pipeline.system.disk import json_writer
 
 
@@ -107,9 +118,9 @@ class PersistedParts:
         return [
             *(FolderPart(f"{DATA_COUNTER_DATA}/{name}", entry.counter, _ONCE) for name, entry in counters),
             *(FolderPart(f"{SCHED_DATA}/{name}", scheduler, _ONCE | _TRAINED) for name, scheduler in schedulers),
-            FolderPart("early_stopper_data", components.early_stopper, _ONCE | _JUDGED),
-            FolderPart("checkpoint_saver_data", components.checkpoint_saver, _ONCE | _JUDGED),
-            FolderPart("loss_weighter_data", components.loss_weighter, _ONCE | _JUDGED | _TRAINED),
+            FolderPart(EARLY_STOPPER_DATA, components.early_stopper, _ONCE | _JUDGED),
+            FolderPart(CHECKPOINT_SAVER_DATA, components.checkpoint_saver, _ONCE | _JUDGED),
+            FolderPart(LOSS_WEIGHTER_DATA, components.loss_weighter, _ONCE | _JUDGED | _TRAINED),
         ]
 
     @cached_property
@@ -119,7 +130,7 @@ class PersistedParts:
         trained = self._components.trained_modules.items()
         optimizers = self._experiment.optimizers.items()
         return [
-            *(TensorPart(self._path("frzn", name), module, _ONCE) for name, module in frozen),
+            *(TensorPart(self._path(FROZEN, name), module, _ONCE) for name, module in frozen),
             *(TensorPart(self._path("init", name), module, _ONCE, is_restored=False) for name, module in trained),
             # The first commit has them as other names of the initial weights.
             *(TensorPart(self._path("last", name), module, _TRAINED) for name, module in trained),

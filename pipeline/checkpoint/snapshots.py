@@ -22,7 +22,7 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 
 # What a state dict holds: tensors and plain values in nested dicts, lists and tuples.
 State = TypeVar("State")
-# Tensors that were copied already, by what tells them apart: each with its copy.
+# Tensors that were copied already, by identity, each with its copy.
 _Copies = dict[Hashable, tuple[torch.Tensor, torch.Tensor]]
 
 

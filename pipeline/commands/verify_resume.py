@@ -81,7 +81,7 @@ def execute(arguments: argparse.Namespace) -> int:
         _run_uninterrupted(reference, arguments, world_sizes[0])
         for nproc, scratch in zip(world_sizes[1:], others, strict=True):
             _run_uninterrupted(scratch, arguments, nproc)
-            # At once: there is no point in running more if this number of processes already gives other bits.
+            # Compared at once: if this number of processes already gives other bits, more runs are useless.
             comparison = compare_runs(reference, scratch, [nproc], names_processes=varies_processes)
             if comparison.difference:
                 return _report_difference(comparison, varies_processes)

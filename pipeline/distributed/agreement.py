@@ -21,7 +21,7 @@ class Difference:
     def __str__(self) -> str:
         majority, *others = sorted(self.groups, key=len, reverse=True)
         deviating = sorted(rank for group in others for rank in group)
-        # If no two ranks agree, there is no majority to differ from.
+        # If no two ranks agree, a majority does not exist.
         if len(majority) == 1:
             return f"{_list_ranks(sorted([*majority, *deviating]))} differ in {self.name}"
         verb = "differs" if len(deviating) == 1 else "differ"

@@ -24,7 +24,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     A checksum is the sum of the tensor's bit patterns, read as integers, each times an odd weight of its position,
     modulo 2**64. One flipped bit always changes it, because an odd number times a power of two below 2**64 is never 0
-    modulo 2**64. Signs and NaNs count. There is no rounding, so the order of additions does not matter.
+    modulo 2**64. Signs and NaNs count. Integers are not rounded, so the order of additions does not matter.
     """
     indices_by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):

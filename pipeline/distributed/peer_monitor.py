@@ -82,7 +82,7 @@ class PeerMonitor:
             _start_thread(partial(self._connect, int(port), token, host))
 
     def say_farewell(self) -> None:
-        """Tell the peers that this process ends regularly, so that its closed connection is not taken for a failure."""
+        """Notify the peers that this process ends normally: its closed connection is then no failure to them."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(_FAREWELL)

@@ -191,7 +191,7 @@ def _refuse_other_shards(shards: list[Outcome]) -> None:
     candidates = islice(range(count), len(indices) + _MAX_SHOWN)
     missing = [f"{index}/{count}" for index in candidates if index not in indices]
     if missing:
-        raise UsageError(f"All {count} shards must be given, but there is no {', '.join(missing[:_MAX_SHOWN])}.")
+        raise UsageError(f"All {count} shards must be given, but these are missing: {', '.join(missing[:_MAX_SHOWN])}.")
 
 
 def _flatten(predictions: dict[str, Columns]) -> Columns:

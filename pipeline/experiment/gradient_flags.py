@@ -32,10 +32,10 @@ class GradientFlags:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
 
-    def trained(self, flags: Flags) -> list[nn.Parameter]:
+    def select_trained(self, flags: Flags) -> list[nn.Parameter]:
         return [parameter for parameter, is_trained in zip(self.parameters, flags, strict=True) if is_trained]
 
-    def named(self, flags: Flags) -> dict[str, bool]:
+    def describe(self, flags: Flags) -> dict[str, bool]:
         """Return flags by the words in which a difference between ranks is reported."""
         return {
             f"requires_grad of {name!r} in module {module!r}": is_trained

@@ -1,1 +1,1 @@
-"""How processes are started: torchrun lines, background launches, Slurm scripts."""
+"""How processes are started: torchrun lines, background launches, Slurm scripts. Nothing here trains."""

@@ -41,7 +41,7 @@ class TrainingLine:
         redirected = range(0 if self.in_background else 1, self.nproc)
         redirects = [f"--redirects={','.join(f'{rank}:3' for rank in redirected)}"] if redirected else []
         # --standalone picks a free port, so that runs on one machine do not meet each other. On several nodes, the
-        # batch script tells torchrun by variables where to meet.
+        # batch script passes the rendezvous address in environment variables.
         several_nodes = [f"--nnodes={self.num_nodes}", "--rdzv-backend=c10d"]
         return [
             *(["--standalone"] if self.num_nodes == 1 else several_nodes),
@@ -98,7 +98,7 @@ def training_line(
     # Without an answer of nvidia-smi any number may be right.
     missing = [str(device) for device in devices if known and device not in known]
     if missing:
-        raise UsageError(f"There is no GPU {', '.join(missing)}; nvidia-smi lists {', '.join(map(str, known))}.")
+        raise UsageError(f"GPU {', '.join(missing)} does not exist; nvidia-smi lists {', '.join(map(str, known))}.")
     if nproc is None:
         nproc = len(devices) or (0 if arguments.device == "cpu" else num_visible()) or 1
     if nproc < 1 or (devices and nproc > len(devices)):

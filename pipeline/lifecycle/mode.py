@@ -8,13 +8,23 @@ from pathlib import Path
 from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
 from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
-from pipeline.paths import OLD_TOKEN_PREFIX, RESERVED, STATE_FILE, ExperimentPaths, results_names, settings_names
+from pipeline.paths import (
+    LOCK_FILE,
+    OLD_TOKEN_PREFIX,
+    RESERVED,
+    STARTS_FILE,
+    STATE_FILE,
+    STATUS_FILE,
+    ExperimentPaths,
+    results_names,
+    settings_names,
+)
 from pipeline.progress import Progress
 from pipeline.store.lock import check_free
 from pipeline.store.manifest import read_state
 
 # What a run keeps in its results. The last one is of earlier versions; a stop request lies in the claim today.
-OWN_NAMES = RESERVED | {STATE_FILE, "run.lock", "status.json", ".status.json.new", "starts.jsonl", "stop.request"}
+OWN_NAMES = RESERVED | {STATE_FILE, LOCK_FILE, STATUS_FILE, f".{STATUS_FILE}.new", STARTS_FILE, "stop.request"}
 
 
 @dataclass(frozen=True)

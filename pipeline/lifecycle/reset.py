@@ -87,7 +87,7 @@ def finish_reset(paths: ExperimentPaths, disk: Disk) -> None:
     """Complete a reset that has renamed the results away; its trash shows that one has begun."""
     if not paths.trash.exists():
         return
-    # The logs before the trash, which is what tells the next start that they still have to go.
+    # The logs before the trash: while the trash exists, the next start deletes the logs too.
     if paths.logs.is_dir():
         # The current torchrun has files open in LOG_DIR/RUN, which may lie below the logs. This variable leads there:
         # LOG_DIR/RUN/attempt_N/LOCAL_RANK/error.json

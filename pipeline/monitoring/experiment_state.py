@@ -42,7 +42,7 @@ MAX_HEARTBEAT_AGE_SECONDS = 5 * HEARTBEAT_SECONDS
 
 @dataclass(frozen=True)
 class ExperimentState:
-    """What the small files of an experiment say, each read once; empty where there are no results yet."""
+    """What the small files of an experiment say, each read once; empty before the first results."""
 
     paths: ExperimentPaths
     results: Situation
@@ -122,7 +122,7 @@ def state_of(paths: ExperimentPaths) -> str:
 
 
 def read_liveness(paths: ExperimentPaths, experiment: ExperimentState | None = None) -> Liveness:
-    """Read as few files as it takes to tell the state; none of those that ``experiment`` has."""
+    """Determine the state from as few files as possible; what ``experiment`` holds is not read again."""
     results = experiment.results if experiment else inspect_results(paths)
     if results.is_finished:
         return Liveness(FINISHED)

@@ -18,7 +18,7 @@ from pipeline.system.slurm_client import own_jobs, standing
 
 def record_launch(paths: ExperimentPaths, pid: int, after: str | None = None) -> None:
     """Record a background process, and the experiment that it trains before this one."""
-    # A process number is used again after a while; the mark tells the processes that had it apart.
+    # Process numbers are reused; the mark distinguishes the processes that had this one.
     _record(paths, {"pid": pid, "mark": process_mark(pid)}, after)
 
 

@@ -1,1 +1,1 @@
-"""The report: one page about an experiment, written without torch."""
+"""The report: one page about an experiment, read from its files. It never imports torch or code of an experiment."""

@@ -14,7 +14,7 @@ from pipeline.system.logging import LOGGER
 
 
 @contextmanager
-def reported(paths: ExperimentPaths, journal: Journal, close: Callable[[], None]) -> Iterator[None]:
+def conclude_run(paths: ExperimentPaths, journal: Journal, close: Callable[[], None]) -> Iterator[None]:
     """Close what a run has opened; every rank notes a failure, and rank zero writes a page about it."""
     try:
         yield

@@ -35,7 +35,7 @@ class Generations:
         self._remembers = remembers
         self._documents: dict[Path, Manifest | SealedList] = {}
 
-    def named(self) -> int | None:
+    def read_current_number(self) -> int | None:
         """Return the generation that the state file names, or None if the state file cannot be read."""
         state = read_state(self._paths.state_file)
         return state.generation if state else None

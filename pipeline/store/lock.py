@@ -5,8 +5,8 @@ owner dies, however it dies. The claim, a folder of the run's own in ``temp_data
 renamed out of it, and a run that takes over moves it away first. So a run that was believed dead, because it was
 stopped or on a machine that could not be reached, finds at its next write that it has nothing to write with.
 
-Where there is no kernel lock, or none that other machines see, the claim alone decides: its owner counts up a
-number in it, and one that counts on is alive. Nothing here compares clocks.
+Without a kernel lock, or with one that other machines do not see, the claim alone decides: its owner increments a
+counter in it, and an owner whose counter grows is alive. Nothing here compares clocks.
 """
 
 from __future__ import annotations

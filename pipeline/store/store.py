@@ -108,7 +108,7 @@ class ResultsStore:
         return BegunCommit(changes, manifest, staging, kept)
 
     def _commits_to_keep(self, is_partial: bool) -> list[Manifest]:
-        """Return the older commits that stay with a new one: the latest, and on until two have weights of their own."""
+        """Return the older commits that stay with a new one: the latest ones, until two of them contain weights."""
         kept = []
         # A partial commit shares its weights with the one before: if these are damaged, both are.
         num_full = 0 if is_partial else 1
@@ -226,7 +226,7 @@ class ResultsStore:
             self._generations = Generations(self._paths)
 
     def _recover(self, is_needed: Callable[[str], bool]) -> None:
-        named = self._generations.named()
+        named = self._generations.read_current_number()
         numbers = self._generations.numbers()
         # A number is never used twice, even if its commit is damaged or was never completed.
         self._next = max([*numbers, named or 0]) + 1
@@ -324,7 +324,7 @@ def read_current_manifest(paths: ExperimentPaths, generation: int | None = None)
     A caller that has read the state file already gives the generation that it names.
     """
     generations = Generations(paths)
-    named = generations.named() if generation is None else generation
+    named = generations.read_current_number() if generation is None else generation
     return generations.manifest(named) if named is not None else None
 
 

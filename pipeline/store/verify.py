@@ -67,7 +67,7 @@ class _Inspector:
         self._verdicts: dict[str, bool] = {}
 
     def inspect(self) -> Inspection:
-        named = self._generations.named()
+        named = self._generations.read_current_number()
         if named is None:
             self._found.state_problem = "is missing or damaged"
         elif not self._generations.manifest_file(named).exists():

@@ -150,7 +150,7 @@ class HeldFiles:
             regular_size(path)
             return path.open("rb")
         except OSError as error:
-            named = Generations(self._paths).named()
+            named = Generations(self._paths).read_current_number()
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM):
                 raise PipelineError(
                     f"{path} cannot be opened: {error.strerror}.\n"

@@ -22,7 +22,7 @@ _SECONDS_TO_SHOW = 3.0
 # Longer for a launch, which depends on the number. Without persistence mode, nvidia-smi takes many seconds on a node
 # with many GPUs.
 SECONDS_TO_COUNT = 30.0
-# Device files of AMD's and Intel's drivers, for which there is no nvidia-smi.
+# Device files of AMD's and Intel's drivers, which nvidia-smi does not cover.
 _OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/dri"))
 
 

@@ -87,7 +87,7 @@ class StopRequests:
         if self._is_orphan():
             self.reason = _LAUNCHER_IS_GONE
         elif self._stop_file is not None:
-            # Usually there is no such file. It may also be a folder or a pipe that someone has put there.
+            # The file usually does not exist. It may also be a folder or a pipe that someone has put there.
             with contextlib.suppress(OSError):
                 content = read_regular(self._stop_file).strip()
                 # Any other content means "after this step", as an empty file does.

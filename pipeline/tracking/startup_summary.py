@@ -17,7 +17,7 @@ from pipeline.components import Losses
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.settings.settings import TrainingSettings
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import MODULE_CKPS, ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.serialization.shard_index import is_sharded
 from pipeline.system.disk import Disk
@@ -147,7 +147,7 @@ def last_block(
     yield f"{outcome} after {shown_duration(seconds)}"
     if best:
         yield f"best: epoch {best['epoch']}, {shown_values(best['values'])}"
-        yield f"weights: {paths.data / 'module_ckps' / 'best'}"
+        yield f"weights: {paths.data / MODULE_CKPS / 'best'}"
     if report is not None:
         yield f"report: {report}"
     yield f"log: {paths.log_file}"

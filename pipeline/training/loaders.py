@@ -177,7 +177,7 @@ class Loader:
 
 
 class Prefetcher(Iterator[Batch]):
-    """Batches of which one can be loaded before it is asked for; an error of loading is raised when it is asked for.
+    """An iterator that can load one batch ahead; a loading error is raised by the following ``next``.
 
     ``seconds`` is how long loading has taken in all.
     """

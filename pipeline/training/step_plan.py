@@ -87,7 +87,7 @@ def assign_shares(batches: list[tuple[int, BatchRef]], rank: int, world_size: in
 
 
 def assign_rounds(batches: list[tuple[int, BatchRef]], rank: int, world_size: int) -> list[BatchAssignment]:
-    """Deal in rounds in which every rank runs a batch of the same dataset, for modules that ranks must run together.
+    """Assign batches in rounds: in each, all ranks run the same dataset, as modules with collectives require.
 
     Where a dataset has not enough batches for a round, its first one stands in for the missing.
     """

@@ -73,7 +73,7 @@ def test_running_experiment_can_be_evaluated(tmp_path: Path) -> None:
     )
     generations = Generations(ExperimentPaths(tmp_path, "tiny"))
     with BackgroundRun(tmp_path) as run:
-        run.wait_for(lambda: (generations.named() or 0) > 5)
+        run.wait_for(lambda: (generations.read_current_number() or 0) > 5)
         for pool in ("last", "best", "last"):
             done = evaluate(tmp_path, "tiny", "--pool", pool)
             assert done.returncode == 0, done.stderr

@@ -154,7 +154,7 @@ class _Unit:
 
 
 def _tying_problems(components: Components, folder: Path) -> Iterator[Problem]:
-    """Yield parameters in two units: each unit would make its own shards of them, which are no longer tied."""
+    """Yield parameters in two units: each unit would shard them separately and untie them."""
     paths_of: dict[nn.Parameter, dict[_Unit, str]] = {}
     for name, definition in components.modules.items():
         for unit, path, parameter in _unit_parameters(name, definition):

@@ -70,7 +70,7 @@ class GradientEngine(ABC):
         self._load_next: Callable[[], None] | None = None
 
     def flags_state(self) -> dict[str, FrozenNames]:
-        """Return what a commit holds of the flags, as the parameters that do not have them."""
+        """Return the flags for a commit, as lists of the parameters that do not have them."""
         states = {
             "now": self._flags.now(),
             # A run that continues must reduce its first step as the one before would have: rounding depends on which
@@ -95,7 +95,7 @@ class GradientEngine(ABC):
     def _set_up(self, flags: Flags) -> None:
         """Reduce the weights with these flags from now on."""
         self._reduced = flags
-        self._weights = self._flags.trained(flags)
+        self._weights = self._flags.select_trained(flags)
 
     def reshard(self) -> None:  # noqa: B027
         """Let every rank have its shards only; modules that are not sharded stay as they are."""
@@ -131,7 +131,7 @@ class GradientEngine(ABC):
         if self._has_new_flags:
             reduced = set(self._weights)
             optimised = {parameter for parameters in self._parameters.values() for parameter in parameters}
-            self._unfrozen = [weight for weight in self._flags.trained(self._trained) if weight not in reduced]
+            self._unfrozen = [weight for weight in self._flags.select_trained(self._trained) if weight not in reduced]
             lost = [weight for weight in self._unfrozen if weight not in optimised]
             if lost:
                 raise PipelineError(
@@ -178,7 +178,7 @@ class GradientEngine(ABC):
     def _undo_flags(self) -> None:
         """Take back what a batch did to the flags; refuse gradients of weights that no rank reduces in this step."""
         reduced = {*self._weights, *self._unfrozen}
-        now_trained = self._flags.trained(self._flags.now())
+        now_trained = self._flags.select_trained(self._flags.now())
         stray = [weight for weight in now_trained if weight not in reduced and weight.grad is not None]
         if stray:
             raise PipelineError(
@@ -260,7 +260,7 @@ class GradientEngine(ABC):
         """Refuse flags that are not the same on all ranks; called by all of them, and done once per step."""
         if num_changed > 0 and not self._has_compared_flags:
             self._has_compared_flags = True
-            refuse_differences(self._processes, self._flags.named(self._trained), "in a training step")
+            refuse_differences(self._processes, self._flags.describe(self._trained), "in a training step")
 
     def _sum_unfrozen(self) -> None:
         """Let every rank have the newly trained weights' gradients of all batches, scaled like the others."""

@@ -170,7 +170,7 @@ def shards(call: Callable[..., str], tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ([0], "All 2 shards must be given, but there is no 1/2"),
+        ([0], "All 2 shards must be given, but these are missing: 1/2"),
         ([0, 1, 1], "there are several of 1/2"),
         ([0, 2], "All shards must be of one evaluation, but commit is"),
     ],

@@ -20,4 +20,4 @@ def test_flags_come_back_as_they_were_written() -> None:
     assert flags.as_json(flags.now()) == {}
     flags.set(flags.from_json(written))
     assert not second.weight.requires_grad
-    assert flags.names(flags.trained(flags.now())) == ["first.bias"]
+    assert flags.names(flags.select_trained(flags.now())) == ["first.bias"]
