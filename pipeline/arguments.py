@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 
 from pipeline.command_lines import verb_line
 from pipeline.errors import UsageError
-from pipeline.paths import DATA_HOME_VARIABLE, check_name, data_home, settings_names
+from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths, check_name, data_home, settings_names
 
 DEVICE_HELP = "cpu: do not use the accelerators of this machine (default: one for each process, if there are any)"
 START = "start"
 RESUME = "resume"
 RESET = "reset"
 AUTO = "auto"
+# Results of a quick try have the name of the experiment with this behind it.
+TRY_SUFFIX = ".try"
 
 _EXAMPLES = """\
 examples:
@@ -44,6 +46,15 @@ class Arguments:
     stop_after_epoch: int | None = None
     accept_edited_copy: bool = False
     device: str | None = None
+    limit_batches: int | None = None
+
+    @property
+    def paths(self) -> ExperimentPaths:
+        """The folders of the run; a quick try has results of its own."""
+        home = data_home(self.data_home)
+        if self.limit_batches is None:
+            return ExperimentPaths(home, self.experiment)
+        return ExperimentPaths(home, f"{self.experiment}{TRY_SUFFIX}", self.experiment)
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
@@ -52,6 +63,7 @@ class Arguments:
             *self.overrides,
             *(["training.deterministic=true"] if self.deterministic else []),
             *(["training.evaluation_interval=0"] if self.no_validate else []),
+            *([] if self.limit_batches is None else [f"data_loading.limit_batches={self.limit_batches}"]),
         )
 
 
@@ -86,6 +98,8 @@ def parse_arguments(words: list[str] | None = None) -> Arguments:
     contradiction = _contradiction(mode, parsed, overrides)
     if contradiction:
         _parser().error(contradiction)
+    # A try is never continued: each starts anew.
+    mode = mode if parsed["limit_batches"] is None else RESET
     return Arguments(mode=mode, overrides=tuple(overrides), **parsed)
 
 
@@ -101,6 +115,8 @@ def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> s
         check_name(str(parsed["experiment"]))
     except UsageError as error:
         return str(error)
+    if mode != START and parsed["limit_batches"] is not None:
+        return f"--limit-batches starts a try anew each time and must stand without --{mode}."
     if mode == RESUME and overrides:
         name = str(parsed["experiment"])
         home = data_home(parsed["data_home"])
@@ -131,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--detect-anomaly", action="store_true", help="let autograd name the operation that made a NaN")
     parser.add_argument("--stop-after-epoch", type=_epoch, metavar="N", help="stop cleanly after that epoch, resumable")
     parser.add_argument(
+        "--limit-batches",
+        type=_positive,
+        metavar="N",
+        help=f"a quick try with the first N batches of each split, with results of its own: EXP{TRY_SUFFIX}",
+    )
+    parser.add_argument(
         "--accept-edited-copy",
         action="store_true",
         help="resume although files of the frozen copy inside the results were edited",
@@ -139,13 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_set_option(parser: argparse.ArgumentParser, metavar: str = "FILE.KEY=VALUE", more: str = "") -> None:
+def add_set_option(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add the option that changes settings and parameters, which many verbs have."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
-        metavar=metavar,
+        metavar="FILE.KEY=VALUE",
         help=f"start with another setting or parameter; repeatable, e.g. --set parameters.lr=3e-4{more}",
     )
 
@@ -153,6 +175,13 @@ def add_set_option(parser: argparse.ArgumentParser, metavar: str = "FILE.KEY=VAL
 def set_flags(overrides: Iterable[str]) -> list[str]:
     """Return overrides as flags of a training run."""
     return [word for override in overrides for word in ("--set", override)]
+
+
+def _positive(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, but is {number} instead")
+    return number
 
 
 def _epoch(word: str) -> int:

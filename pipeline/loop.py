@@ -37,6 +37,9 @@ class Loop:
         self._components = session.experiment.components
         # Without evaluations, the policies judge every training epoch itself.
         self._has_evaluations = self._settings.training.evaluation_interval > 0
+        limits = (self._settings.training.max_epochs, session.training.plan.last_epoch)
+        # The last epoch that the settings allow, or max_steps, whoever says so.
+        self._limit = min((limit for limit in limits if limit is not None), default=None)
         self._committed_at = time.monotonic()
         self._pace = Pace()
         self._kept_pools: list[str] = []
@@ -62,7 +65,7 @@ class Loop:
         """Train one epoch; return what follows, or the step at which all ranks agreed to stop."""
         session = self._session
         epoch = progress.epoch
-        total = len(session.training.plan)
+        total = session.training.plan.steps_of(epoch)
         every = self._settings.training.checkpoint_every_steps
         if progress.step == 0:
             self._publisher.begin_epoch()
@@ -140,7 +143,7 @@ class Loop:
             {
                 _IMPROVEMENT: bool(stopper.improvement()),
                 _KEEPS: bool(saver.save_checkpoints()),
-                _STOP: bool(stopper.early_stop()),
+                _STOP: bool(stopper.early_stop()) or progress.epoch == self._limit,
             },
             f"after epoch {progress.epoch}",
         )
@@ -168,8 +171,10 @@ class Loop:
                 "Epoch %d, step %d skipped on all ranks: a loss or gradient is not finite.", epoch, report.step
             )
         # Of the experiment if its last epoch is known, else of the epoch.
-        epochs_left = max(0, (self._max_epochs or epoch) - epoch)
-        eta_seconds = self._pace.seconds_for(report.num_steps - report.step + epochs_left * report.num_steps)
+        plan = session.training.plan
+        last_epoch = max(epoch, self._max_epochs or epoch)
+        steps_done = plan.steps_through(epoch - 1) + report.step
+        eta_seconds = self._pace.seconds_for(plan.steps_through(last_epoch) - steps_done)
         every = self._settings.logging.every_steps
         if report.step % every == 0 or report.step == report.num_steps:
             session.training.flush()
@@ -195,8 +200,9 @@ class Loop:
 
     @property
     def _max_epochs(self) -> int | None:
-        """The last epoch, if the early stopper knows it; an author's own need not."""
-        return getattr(self._components.early_stopper, "max_epochs", None)
+        """The last epoch, if the settings or the early stopper know it; an author's own need not."""
+        limits = (self._limit, getattr(self._components.early_stopper, "max_epochs", None))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _weights(self) -> dict[str, float]:
         weighter = self._components.loss_weighter

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from pipeline.errors import UsageError
 
+# Folders of a data home.
+SETTINGS_FOLDER = "experiment_settings"
+RESULTS_FOLDER = "experiment_results"
+LOGS_FOLDER = "experiment_logs"
 # Folders below data/: the public names of committed files.
 MODULE_CKPS = "module_ckps"
 OPTIM_CKPS = "optim_ckps"
@@ -77,25 +81,26 @@ def number_variable(name: str, default: float) -> float:
 
 @dataclass(frozen=True)
 class ExperimentPaths:
-    """The folders of one experiment below its data home."""
+    """The folders of one experiment below its data home; the settings of a quick try have another name."""
 
     home: Path
     name: str
+    settings_name: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name)
 
     @property
     def settings(self) -> Path:
-        return self.home / "experiment_settings" / self.name
+        return self.home / SETTINGS_FOLDER / (self.settings_name or self.name)
 
     @property
     def results(self) -> Path:
-        return self.home / "experiment_results" / self.name
+        return self.home / RESULTS_FOLDER / self.name
 
     @property
     def logs(self) -> Path:
-        return self.home / "experiment_logs" / self.name
+        return self.home / LOGS_FOLDER / self.name
 
     @property
     def error_files(self) -> Path:
@@ -108,11 +113,11 @@ class ExperimentPaths:
     @property
     def trash(self) -> Path:
         """Where a reset moves the results in one rename; a dot name can never be an experiment."""
-        return self.home / "experiment_results" / f".reset+{self.name.replace('/', '+')}"
+        return self.home / RESULTS_FOLDER / f".reset+{self.name.replace('/', '+')}"
 
     def start_token(self, number: str) -> Path:
         """Where rank zero of a start writes what the other ranks must see; the next start removes what is left."""
-        top = self.home / "experiment_results"
+        top = self.home / RESULTS_FOLDER
         return (top if top.is_dir() else self.home) / f"{self._token_prefix}{number}"
 
     def left_aside(self, number: str) -> Path:
@@ -129,7 +134,7 @@ class ExperimentPaths:
 
     def left_behind(self) -> list[Path]:
         """Return what starts and resets that were interrupted have left next to the results, or in them."""
-        tops = [top for top in (self.home, self.home / "experiment_results") if top.is_dir()]
+        tops = [top for top in (self.home, self.home / RESULTS_FOLDER) if top.is_dir()]
         prefixes = (self._token_prefix, self._aside_prefix)
         entries = [entry for top in tops for entry in top.iterdir()]
         leftovers = [entry for entry in entries if entry.name.startswith(prefixes)]
@@ -227,8 +232,8 @@ def all_experiments(home: Path, folder: str, marker: str) -> list[str]:
 
 
 def settings_names(home: Path) -> list[str]:
-    return all_experiments(home, "experiment_settings", "pymodules")
+    return all_experiments(home, SETTINGS_FOLDER, "pymodules")
 
 
 def results_names(home: Path) -> list[str]:
-    return all_experiments(home, "experiment_results", STATE_FILE)
+    return all_experiments(home, RESULTS_FOLDER, STATE_FILE)

@@ -26,6 +26,11 @@ class Progress:
         return self.stage == FINISHED
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a training step lies before this place."""
+        return self.order > (1, _STAGES.index(TRAINING), 0)
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """Return a key that sorts places in the order in which they are reached."""
         return (self.epoch, _STAGES.index(self.stage), self.step)

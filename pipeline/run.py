@@ -22,17 +22,23 @@ from pipeline.experiment.assembly import Experiment, assemble, count, read_check
 from pipeline.experiment.dataset_fingerprints import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
 from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.pymodules.loader import relocate
-from pipeline.experiment.settings.settings import Contents, differing_overrides, parse_settings, read_contents
+from pipeline.experiment.settings.settings import (
+    Contents,
+    differing_overrides,
+    parse_settings,
+    read_contents,
+    register_contents,
+)
 from pipeline.experiment.sharding import mesh_of
 from pipeline.lifecycle.finished import finish_pending, finished_lines
 from pipeline.lifecycle.frozen_copy import copy_folder, differing_files, digest_folder, refuse_edited_copy
-from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect_results
+from pipeline.lifecycle.mode import RESTART, check_is_try, check_settings_exist, choose_action, inspect_results
 from pipeline.lifecycle.provenance import describe_start, was_started_before
 from pipeline.lifecycle.reset import check_shared, check_writable, open_fresh, reset
 from pipeline.lifecycle.starts import compare_starts, read_starts, record_start
 from pipeline.loop import Loop
 from pipeline.monitoring.journal import END, START
-from pipeline.paths import ExperimentPaths, data_home
+from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
 from pipeline.report.ending import conclude_run
 from pipeline.report.page import leave_report
@@ -53,8 +59,10 @@ Watch = Callable[[TrainingSession], None]
 def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, watch: Watch | None = None) -> Progress:
     """Run an experiment as far as it goes and return where it stands; ``watch`` may put an observer into its stages."""
     disk = disk or Disk()
-    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    paths = arguments.paths
     start_console(paths.name, is_rank_zero=processes.is_rank_zero)
+    if arguments.limit_batches is not None:
+        processes.on_rank_zero(check_is_try, paths)
     situation = processes.on_rank_zero(inspect_results, paths)
     if was_started_before(paths, processes):
         # The processes before this restart have done what was asked; this one continues.
@@ -118,27 +126,31 @@ class _Run:
             raise InvalidExperiment([Problem(str(folder), what)]).shared()
         contents = self._processes.on_all_ranks(read_checked_contents, folder, self._arguments.all_overrides)
         experiment = self._assemble(folder, contents)
+        # The frozen copy says what was assumed, too.
+        contents["loss_registers"] = register_contents(experiment.settings.loss_registers)
         self._processes.on_all_ranks(load_initial_weights, experiment.components, self._paths, folder / "pymodules")
         session = build_session(self._paths, self._processes, experiment, self._store)
         session.ranks.compare("before the first step", is_start=True)
         session.engine.prepare()
         fingerprints = fingerprint_everywhere(experiment, self._processes)
         written = read_contents(folder / "settings")
-        overridden = {name: content for name, content in contents.items() if content != written[name]}
+        changed = {name: content for name, content in contents.items() if content != written[name]}
         # From here on there is something on disk.
-        self._processes.on_rank_zero(self._open, action, sources, overridden)
+        self._processes.on_rank_zero(self._open, action, sources, changed)
         self._store.set_fingerprints(fingerprints)
         # Code that is imported from now on, and tracebacks, come from the frozen copy.
         relocate(folder / "pymodules", self._paths.results / "pymodules")
         return session
 
-    def _open(self, action: str, sources: dict[str, str], overridden: Contents) -> None:
+    def _open(self, action: str, sources: dict[str, str], changed: Contents) -> None:
         """Make the results folder, with the frozen copy in it."""
         check_writable(self._paths)
-        if action == RESET:
-            reset(self._paths, self._disk)
+        if action == RESTART:
+            LOGGER.info("Nothing was trained yet: the settings folder was changed since, so this starts again with it.")
+        if action in (RESET, RESTART):
+            reset(self._paths, self._disk, only_untrained=action == RESTART)
         open_fresh(self._paths, self._disk, self._lock)
-        copies = copy_folder(self._paths.settings, self._paths.results, sources, overridden, self._disk)
+        copies = copy_folder(self._paths.settings, self._paths.results, sources, changed, self._disk)
         self._store.set_digests(copies, sources)
 
     def _count(self, session: TrainingSession) -> None:
@@ -241,7 +253,11 @@ class _Run:
         self._processes.on_all_ranks(check_installed, settings.logging, folder / "settings" / "logging.json")
         mesh = mesh_of(self._processes, settings.training)
         pymodules = folder / "pymodules"
-        return self._processes.on_all_ranks(assemble, pymodules, settings, device, mesh, self._processes.world_size)
+        # Breakpoints and tracebacks of a resumed run name the author's own file while the copy is identical to it.
+        original = None if folder == self._paths.settings else self._paths.settings / "pymodules"
+        return self._processes.on_all_ranks(
+            assemble, pymodules, settings, device, mesh, self._processes.world_size, original
+        )
 
     def _introduce(self, session: TrainingSession, progress: Progress) -> None:
         """Open the log, record this start and log what is about to happen."""
@@ -264,7 +280,7 @@ class _Run:
         conditions = compare_starts([*earlier, start], is_exact=is_exact)
         lines = [
             *first_block(self._paths, self._processes, session.experiment, state, conditions.doubt),
-            *step_lines(len(plan), plan.max_batches, session.experiment, self._processes),
+            *step_lines(plan, session.experiment, self._processes),
             *change_lines(conditions.changed, conditions.harmless, conditions.doubt, progress),
         ]
         if self._hardware_warning:
@@ -300,7 +316,8 @@ class _Run:
         return progress
 
     def _new_publisher(self, session: TrainingSession, progress: Progress) -> Publisher:
-        publisher = Publisher(session.records, len(session.training.plan), self._paths)
+        plan = session.training.plan
+        publisher = Publisher(session.records, plan.num_steps, self._paths, plan.max_steps)
         epoch = Loop.recorded_epoch(progress)
         experiment = session.experiment
         # An observed run must not appear in trackers.

@@ -23,6 +23,7 @@ from pipeline.training.engines.table import create_engine
 from pipeline.training.evaluation import EvaluationStage
 from pipeline.training.images import Pictures
 from pipeline.training.rank_comparison import RankComparison
+from pipeline.training.step_plan import PLAN_VERSION, check_plan_version
 from pipeline.training.training import TrainingStage
 
 _NUM_SKIPPED = "num_consecutive_skipped"
@@ -68,8 +69,7 @@ def build_session(
     val = BatchRunner(experiment, processes, "val")
     training = TrainingStage(experiment, processes, train, engine, records)
     if experiment.settings.training.sync_batchnorm:
-        plan = training.plan
-        steps = ([ref.shape.dataset for ref in plan.step(index)] for index in range(len(plan)))
+        steps = ([ref.shape.dataset for ref in step] for step in training.plan.different_steps())
         check_even_steps(steps, processes.world_size)
     parts = PersistedParts(experiment, records, processes)
     session = TrainingSession(
@@ -96,6 +96,7 @@ def build_session(
     parts.run_values = [
         RunValue("best", partial(getattr, session, "best"), partial(setattr, session, "best"), has_default=True),
         RunValue(_NUM_SKIPPED, partial(getattr, training, _NUM_SKIPPED), partial(setattr, training, _NUM_SKIPPED)),
+        RunValue("plan_version", partial(int, PLAN_VERSION), check_plan_version, has_default=True),
         RunValue("grad_scaler", engine.scaler.state_dict, engine.scaler.load_state_dict),
         RunValue("requires_grad", engine.flags_state, engine.load_flags, has_default=True),
     ]

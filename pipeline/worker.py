@@ -25,7 +25,7 @@ from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.user_code import author_frames
 from pipeline.lifecycle.starts import read_starts
 from pipeline.monitoring.journal import END, Journal
-from pipeline.paths import ExperimentPaths, data_home
+from pipeline.paths import ExperimentPaths
 from pipeline.run import Watch, run
 from pipeline.store.store import read_current_manifest
 from pipeline.system.launcher_watchdog import end_launcher_later, may_start_again
@@ -54,8 +54,7 @@ _OUT_OF_MEMORY = (
 
 def run_worker(arguments: Arguments, watch: Watch | None = None) -> int:
     """Join the other processes, run, and return the exit code."""
-    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
-    return run_in_group(partial(run, arguments, watch=watch), paths, arguments.device)
+    return run_in_group(partial(run, arguments, watch=watch), arguments.paths, arguments.device)
 
 
 def run_in_group(
@@ -176,13 +175,16 @@ def _report_crash(error: BaseException, processes: Processes, paths: ExperimentP
 
 def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     """Yield what someone can do about a crash."""
-    if is_out_of_memory(error):
+    if paths.settings_name:
+        yield f"fix: repair it in {paths.settings} and try again; nothing of a try is kept."
+    elif is_out_of_memory(error):
         yield from _OUT_OF_MEMORY
         yield f"  {run_line(paths.name, paths.home, '--reset')}"
         yield "or make a variant with"
         yield f"  {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
-    elif not read_current_manifest(paths):
-        yield "fix: repair it and start again; nothing was committed yet."
+    elif not has_trained(paths):
+        yield f"fix: repair it in {paths.settings} and start again; nothing was trained yet:"
+        yield f"  {run_line(paths.name, paths.home)}"
     elif author_frames(error):
         yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
         yield f"  {run_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
@@ -192,6 +194,12 @@ def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
         yield f"to continue: {run_line(paths.name, paths.home, '--resume')}"
     if paths.log_file.exists():
         yield f"the whole traceback: {paths.log_file}"
+
+
+def has_trained(paths: ExperimentPaths) -> bool:
+    """Return whether the current commit lies behind a training step."""
+    manifest = read_current_manifest(paths)
+    return manifest is not None and manifest.progress.has_trained
 
 
 def _log_traceback(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:

@@ -15,7 +15,7 @@ from pipeline.arguments import RESET, RESUME, Arguments, add_set_option
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
 from pipeline.evaluation.trial import Trial
-from pipeline.experiment.assembly import Experiment, assemble, count, read_checked_contents
+from pipeline.experiment.assembly import Experiment, assemble, assumed_settings, count, read_checked_contents
 from pipeline.experiment.checks.parameter_uses import doubtful_parameters
 from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.settings.settings import parse_settings
@@ -26,7 +26,7 @@ from pipeline.system.formatting import clipped, table
 from pipeline.tracking.factory import check_installed
 from pipeline.tracking.startup_summary import WARNING_MARK, first_block, step_lines
 from pipeline.training.batch_runner import BatchRunner
-from pipeline.training.step_plan import StepPlan
+from pipeline.training.step_plan import create_plan
 
 EXAMPLE = "example:\n  python -m pipeline check digits --set data_loading.step_min_items=128"
 _MAX_SHOWN_NAMES = 5
@@ -35,6 +35,7 @@ _MAX_SHOWN_NAMES = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXP", help="an experiment with a settings folder; nothing is written")
     add_set_option(parser)
+    parser.add_argument("--explain", action="store_true", help="list what is assumed for all that was left out")
     parser.add_argument("--no-batches", action="store_true", help="only check what needs no data")
 
 
@@ -43,16 +44,21 @@ def execute(arguments: argparse.Namespace) -> int:
     processes = Processes.join()
     situation = inspect_results(paths)
     check_settings_exist(paths)
-    experiment = _examine(paths, Arguments(paths.name, overrides=tuple(arguments.set)), processes.device)
-    plan = StepPlan(BatchRunner(experiment, processes, "train").shapes, experiment.settings.step_min_items)
+    overrides = tuple(arguments.set)
+    experiment = _examine(paths, Arguments(paths.name, overrides=overrides), processes.device)
+    shapes = BatchRunner(experiment, processes, "train").shapes
+    plan = create_plan(shapes, experiment.settings, experiment.max_steps)
     state = "not started"
     if situation.exists:
         # A resume would use the frozen copy, which is not what is checked here.
         state = f"{situation.progress or 'damaged'}; this checks the settings folder"
     for line in first_block(paths, processes, experiment, state):
         print(clipped(line))
-    for line in step_lines(len(plan), plan.max_batches, experiment, processes):
+    for line in step_lines(plan, experiment, processes):
         print(clipped(line))
+    if arguments.explain:
+        for assumption in (*assumed_settings(paths.settings, overrides), *experiment.assumptions):
+            print(clipped(f"assumed: {assumption}"))
     if not arguments.no_batches:
         _try_batches(experiment, processes)
     for problem in doubtful_parameters(paths.settings / "pymodules", experiment.settings.parameters):
@@ -63,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def check_before_run(arguments: Arguments) -> bool:
     """Check what a run would find, without data, and return whether there is anything to run."""
-    paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
+    paths = arguments.paths
     situation = inspect_results(paths)
     if situation.is_finished and arguments.mode != RESET:
         print("\n".join(finished_lines(paths)))

@@ -19,7 +19,7 @@ EXAMPLE = """\
 examples:
   python -m pipeline launch digits:0-6 letters:7
   python -m pipeline launch stage_1:0-3 then stage_2:0-3
-  python -m pipeline launch a b --set a:parameters.lr=1e-3 --set b:parameters.lr=3e-3"""
+  python -m pipeline launch a b --set a:parameters.lr=1 --set b:parameters.lr=2"""
 THEN = "then"
 _DEFAULT_FLAGS = ["--auto"]
 Chain = list[TrainingLine]
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an experiment and its GPUs; 'then' waits until it finished",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="processes of each (default: one per GPU, else 1)")
-    add_set_option(parser, "[EXP:]FILE.KEY=VALUE", more="; EXP: for that experiment alone")
+    add_set_option(parser, more="; EXP:FILE.KEY=VALUE changes that experiment alone")
     parser.add_argument("--print", action="store_true", help="print the shell lines instead of starting them")
     parser.add_argument_group("-- FLAGS", "flags of the training run, such as --resume (default: --auto)")
     parser.set_defaults(takes_flags=True)

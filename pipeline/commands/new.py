@@ -1,47 +1,72 @@
-"""Write a settings folder that trains as it is."""
+"""Write a settings folder: a copy of an example or of an experiment of yours, or commented stubs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.arguments import add_set_option
-from pipeline.command_lines import run_line
-from pipeline.errors import StateConflict, UsageError
+from pipeline.command_lines import run_line, verb_line
+from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.experiment.pymodules.source_files import copied_files
+from pipeline.experiment.pymodules.stubs import stub_files
 from pipeline.experiment.settings.settings import read_contents
 from pipeline.lifecycle.mode import unknown_experiment
 from pipeline.paths import ExperimentPaths, data_home, settings_names
+from pipeline.system.formatting import table
 
-EXAMPLE = "example:\n  python -m pipeline new my_digits --template digits --set training.seed=1"
+EXAMPLE = """\
+examples:
+  python -m pipeline new my_digits --set parameters.lr=1e-3
+  python -m pipeline new mine --template minimal
+  python -m pipeline new mine --empty --dataset houses --module net
+  python -m pipeline new variant --from mine"""
+_DEFAULT_TEMPLATE = "digits"
+_DEFAULT_DATASETS = ["data"]
+_DEFAULT_MODULES = ["net"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", nargs="?", help="name of the experiment to write")
-    parser.add_argument("--list", action="store_true", help="list the templates")
+    parser.add_argument("--list", action="store_true", help="list the templates, with one line each")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--template", default="digits", help="an example to copy (default: digits)")
+    source.add_argument("--template", help=f"an example to copy (default: {_DEFAULT_TEMPLATE})")
     source.add_argument("--from", dest="other", metavar="EXP", help="an experiment of yours to copy")
+    source.add_argument("--empty", action="store_true", help="write stubs of the four files that you must write")
+    parser.add_argument("--dataset", action="append", metavar="NAME", help="a dataset of --empty; repeatable")
+    parser.add_argument("--module", action="append", metavar="NAME", help="a module of --empty; repeatable")
     add_set_option(parser)
     parser.add_argument("--exist-ok", action="store_true", help="leave an experiment that exists as it is")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        print("\n".join(templates()))
+        print("\n".join(table([[name, describe_template(name)] for name in templates()])))
         return 0
     if arguments.experiment is None:
-        raise UsageError("Say which experiment to write.", EXAMPLE.splitlines()[-1].strip())
+        raise UsageError("Say which experiment to write.", "python -m pipeline new my_digits")
+    if not arguments.empty and (arguments.dataset or arguments.module):
+        raise UsageError("--dataset and --module name the stubs of --empty, which is not given.")
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)
     if paths.settings.exists():
         if arguments.exist_ok:
             return 0
         raise StateConflict(f"{paths.settings} exists already.\n  fix: choose another name, or delete the folder.")
-    _write(_choose_source(arguments, paths), paths.settings, tuple(arguments.set))
+    overrides = tuple(arguments.set)
+    if arguments.empty:
+        stubs = stub_files(arguments.dataset or _DEFAULT_DATASETS, arguments.module or _DEFAULT_MODULES)
+        _write({f"pymodules/{name}": text.encode() for name, text in stubs.items()}, None, paths.settings, overrides)
+        following = f"{verb_line('check', paths.name, paths.home)}    (says what is still to be written)"
+    else:
+        source = _choose_source(arguments, paths)
+        files = {path.relative_to(source).as_posix(): path.read_bytes() for path in copied_files(source)}
+        _write(files, source, paths.settings, overrides)
+        following = run_line(paths.name, paths.home, num_processes=2)
     print(f"wrote {paths.settings}")
-    print(f"next: {run_line(paths.name, paths.home, num_processes=2)}")
+    print(f"next: {following}")
     return 0
 
 
@@ -57,12 +82,19 @@ def templates() -> list[str]:
     return sorted(path.name for path in templates_folder().iterdir() if (path / "pymodules").is_dir())
 
 
+def describe_template(name: str) -> str:
+    """Return the first paragraph of an example's page."""
+    _, paragraph, *_ = (templates_folder() / name / "README.md").read_text().split("\n\n")
+    return " ".join(paragraph.split())
+
+
 def _choose_source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Path:
     if arguments.other is None:
         known = templates()
-        if arguments.template not in known:
-            raise UsageError(f"No template {arguments.template!r}; there are {', '.join(known)}.")
-        return templates_folder() / str(arguments.template)
+        template = arguments.template or _DEFAULT_TEMPLATE
+        if template not in known:
+            raise UsageError(f"No template {template!r}; there are {', '.join(known)}.{nearest(template, known)}")
+        return templates_folder() / str(template)
     other = paths.other(arguments.other)
     # What ran is the frozen copy, with the overrides it was started with.
     for folder in (other.results, other.settings):
@@ -71,20 +103,22 @@ def _choose_source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Pat
     raise unknown_experiment(other, settings_names(paths.home))
 
 
-def _write(source: Path, target: Path, overrides: tuple[str, ...]) -> None:
-    """Copy next to the target and rename, so that an interrupted copy is never taken for an experiment."""
+def _write(files: Mapping[str, bytes], source: Path | None, target: Path, overrides: tuple[str, ...]) -> None:
+    """Write next to the target and rename, so that an interrupted copy is never taken for an experiment."""
     # All that can be refused is read before anything is written.
-    original = read_contents(source / "settings")
-    contents = read_contents(source / "settings", overrides)
-    files = copied_files(source)
+    settings = (source or target) / "settings"
+    original = read_contents(settings)
+    contents = read_contents(settings, overrides)
     staging = target.with_name(f".{target.name}.new")
     shutil.rmtree(staging, ignore_errors=True)
-    for path in files:
-        copy = staging / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
     # Files that no override changes keep the author's own layout.
-    for name, content in contents.items():
-        if content != original[name]:
-            (staging / "settings" / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    changed = {
+        f"settings/{name}.json": f"{json.dumps(content, indent=2)}\n".encode()
+        for name, content in contents.items()
+        if content != original[name]
+    }
+    for name, content in {**files, **changed}.items():
+        path = staging / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     staging.rename(target)

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="any other option of sbatch, as in the second example; repeatable",
     )
-    add_set_option(parser, "[EXP:]FILE.KEY=VALUE", more="; EXP: for that experiment alone")
+    add_set_option(parser, more="; EXP:FILE.KEY=VALUE changes that experiment alone")
     add("--print", action="store_true", help="print the script instead of writing it")
     add("--submit", action="store_true", help="submit what was written")
     parser.add_argument_group("-- FLAGS", "flags of the training run, besides --auto which it always has")

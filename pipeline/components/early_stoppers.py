@@ -25,12 +25,13 @@ class BaseEarlyStopper(Stateful):
 
 
 class _PatientEarlyStopper(BaseEarlyStopper):
-    """Stops after ``max_epochs``, or when a value has not improved for ``patience`` evaluations in a row.
+    """Stops at a limit, or when a value has not improved for ``patience`` evaluations in a row.
 
-    ``max_epochs``: the last epoch in any case (None: no limit). ``patience``: None never stops early. ``startup``:
-    epochs at the beginning in which evaluations without improvement do not count. ``abs_tol``, ``rel_tol``: an
-    improvement must be larger than ``abs_tol`` and than ``rel_tol`` times the best value. A value that is not finite is
-    never an improvement.
+    ``max_epochs``: the last epoch in any case. ``max_steps``: the last step, counted over all epochs; it may lie inside
+    an epoch, which then ends there. None sets no limit. settings/training.json may have limits as well, and the first
+    one that is reached counts. ``patience``: None never stops early. ``startup``: epochs at the beginning in which
+    evaluations without improvement do not count. ``abs_tol``, ``rel_tol``: an improvement must be larger than
+    ``abs_tol`` and than ``rel_tol`` times the best value. A value that is not finite is never an improvement.
     """
 
     direction = "min"
@@ -43,10 +44,13 @@ class _PatientEarlyStopper(BaseEarlyStopper):
         startup: int = 0,
         abs_tol: float = 0.0,
         rel_tol: float = 0.0,
+        max_steps: int | None = None,
     ) -> None:
-        if max_epochs is None and patience is None:
-            raise ValueError(f"{type(self).__name__} needs max_epochs or patience, otherwise training never ends.")
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps must be 1 or more, but is {max_steps} instead.")
         self.max_epochs = max_epochs
+        # Kept for the pipeline, which plans the last epoch by it.
+        self.max_steps = max_steps
         self.patience = patience
         self.startup = startup
         self.abs_tol = abs_tol
@@ -125,8 +129,11 @@ class RegisterEarlyStopper(_PatientEarlyStopper):
         startup: int = 0,
         abs_tol: float = 0.0,
         rel_tol: float = 0.0,
+        max_steps: int | None = None,
     ) -> None:
-        super().__init__(max_epochs, patience=patience, startup=startup, abs_tol=abs_tol, rel_tol=rel_tol)
+        super().__init__(
+            max_epochs, patience=patience, startup=startup, abs_tol=abs_tol, rel_tol=rel_tol, max_steps=max_steps
+        )
         self.register = register
 
     def value(self, losses: Losses, loss_weighter: WeighsLosses) -> float | None:

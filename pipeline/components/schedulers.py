@@ -82,33 +82,47 @@ class TorchScheduler(BaseScheduler):
 class WarmupScheduler(BaseScheduler):
     """Raises the learning rates linearly, step by step, to their full value; then the scheduler ``then`` acts.
 
-    ``warmup_epochs`` may be a fraction. The first step uses ``start_factor`` times the full rate. ``then`` may be any
-    scheduler, also another WarmupScheduler, to build longer sequences.
+    The warm-up takes ``warmup_epochs``, which may be a fraction, or ``warmup_steps``. The first step uses
+    ``start_factor`` times the full rate. ``then`` may be any scheduler, also another WarmupScheduler, to build longer
+    sequences. After a warm-up of epochs it acts from the next whole epoch on, after one of steps from the next step on.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_epochs: float,
+        warmup_epochs: float | None = None,
         then: BaseScheduler | None = None,
         start_factor: float = 0.1,
+        *,
+        warmup_steps: int | None = None,
     ) -> None:
+        if (warmup_epochs is None) == (warmup_steps is None):
+            raise ValueError("A warm-up must have warmup_epochs or warmup_steps, and not both.")
         self.optimizer = optimizer
         self.warmup_epochs = warmup_epochs
+        self.warmup_steps = warmup_steps
         self.start_factor = start_factor
         self.then = then or BaseScheduler()
         # ``initial_lr`` first: a torch scheduler in ``then`` may have changed the rates when it was created.
         self.full_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.num_epochs = 0
         self.num_steps = 1
+        # Steps of the warm-up that were taken, counted over the epochs.
+        self.num_taken = 0
 
     @property
     def is_warming_up(self) -> bool:
+        if self.warmup_epochs is None:
+            return self.num_taken < (self.warmup_steps or 0)
         return self.num_epochs < self.warmup_epochs
 
     def initialize(self, start_epoch: int) -> None:
-        # ``then`` acts in whole epochs, so it waits for the end of an epoch that is partly warm-up.
-        self.then.initialize(start_epoch + math.ceil(self.warmup_epochs))
+        if self.warmup_epochs is None:
+            # As if it began in a later epoch: ``before_train_epoch`` is called when its first step has come.
+            self.then.initialize(start_epoch + (1 if self.is_warming_up else 0))
+        else:
+            # ``then`` acts in whole epochs, so it waits for the end of an epoch that is partly warm-up.
+            self.then.initialize(start_epoch + math.ceil(self.warmup_epochs))
 
     def before_train_epoch(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -118,10 +132,13 @@ class WarmupScheduler(BaseScheduler):
             self.then.before_train_epoch(num_steps)
 
     def after_train_step(self, step: int) -> None:
-        if self.is_warming_up:
-            self._set_rates(step)
-        else:
+        if not self.is_warming_up:
             self.then.after_train_step(step)
+            return
+        self.num_taken += 1
+        self._set_rates(step)
+        if self.warmup_epochs is None and not self.is_warming_up:
+            self.then.before_train_epoch(self.num_steps)
 
     def after_train_epoch(self) -> None:
         # Asked before counting: the epoch that ends here decides, not the next one.
@@ -131,14 +148,20 @@ class WarmupScheduler(BaseScheduler):
             self.then.after_train_epoch()
 
     def _set_rates(self, step: int) -> None:
-        # At most 1: a warm-up of a fraction of an epoch ends before the epoch does.
-        completed = min(1.0, (self.num_epochs + step / self.num_steps) / self.warmup_epochs)
+        if self.warmup_epochs is None:
+            completed = self.num_taken / (self.warmup_steps or 1)
+        else:
+            # At most 1: a warm-up of a fraction of an epoch ends before the epoch does.
+            completed = min(1.0, (self.num_epochs + step / self.num_steps) / self.warmup_epochs)
         factor = self.start_factor + (1 - self.start_factor) * completed
         for group, rate in zip(self.optimizer.param_groups, self.full_rates, strict=True):
             group["lr"] = rate * factor
 
     def save(self, folder: Path) -> None:
-        save_json(folder, {"num_epochs": self.num_epochs, "num_steps": self.num_steps, "full_rates": self.full_rates})
+        names = ["num_epochs", "num_steps", "full_rates"]
+        if self.warmup_epochs is None:
+            names.append("num_taken")
+        save_json(folder, {name: getattr(self, name) for name in names})
         (folder / "then").mkdir()
         self.then.save(folder / "then")
 

@@ -24,15 +24,25 @@ from pipeline.experiment.checks.parameters import (
     sync_batchnorm_problems,
 )
 from pipeline.experiment.compilation import compile_module
+from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.contract_examples import required_methods
 from pipeline.experiment.pymodules.contracts import ContractReader
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.loader import PymoduleLoader
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.parameters import PARAMETERS
-from pipeline.experiment.settings.settings import Contents, Settings, parse_settings, read_contents, readable_contents
+from pipeline.experiment.settings.settings import (
+    Contents,
+    LossRegister,
+    Settings,
+    fill_in,
+    parse_settings,
+    read_contents,
+    readable_contents,
+)
 from pipeline.experiment.sharding import shard_module
 from pipeline.system.accelerators import CPU, has_fused_kernels
+from pipeline.system.formatting import flat, shown_parameters
 from pipeline.system.logging import LOGGER
 from pipeline.system.seeding import seed_generators
 
@@ -56,6 +66,8 @@ class Experiment:
     device: torch.device
     folder: Path
     is_sharded: bool = False
+    # What stands for files and names that the author has left out.
+    assumptions: tuple[Assumption, ...] = ()
     # Empty until create_module_transforms: a module transform may ask what the data counters have counted.
     module_transforms: dict[str, BaseModuleTransform] = field(default_factory=dict)
 
@@ -63,6 +75,12 @@ class Experiment:
     def runs_in_rounds(self) -> bool:
         """Modules that communicate in a forward pass need every rank to run the same dataset at the same time."""
         return self.is_sharded or self.settings.training.sync_batchnorm
+
+    @property
+    def max_steps(self) -> int | None:
+        """The last step of all, as the early stopper or the settings say."""
+        limits = (getattr(self.components.early_stopper, "max_steps", None), self.settings.training.max_steps)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def set_training(self, training: bool) -> None:
         """Set the mode of the trained modules; frozen ones always stay in evaluation mode."""
@@ -109,13 +127,19 @@ def count(experiment: Experiment) -> Iterator[None]:
 
 
 def assemble(
-    folder: Path, settings: Settings, device: torch.device, mesh: DeviceMesh | None = None, world_size: int = 1
+    folder: Path,
+    settings: Settings,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    world_size: int = 1,
+    original: Path | None = None,
 ) -> Experiment:
     """Load the pymodules below ``folder`` and put the experiment together, or raise every problem found.
 
-    With a ``mesh``, modules are spread over its processes.
+    With a ``mesh``, modules are spread over its processes. ``original`` is the folder that ``folder`` is a copy of.
     """
-    experiment, problems = _assemble(folder, settings, device, mesh, world_size)
+    parts = _read_components(folder, settings, original=original)
+    experiment, problems = _assemble(parts, folder, device, mesh, world_size)
     if problems:
         raise InvalidExperiment(problems)
     # How often an author's code has drawn so far must not decide what comes next.
@@ -127,21 +151,25 @@ def assemble_for_evaluation(
     folder: Path, settings: Settings, device: torch.device, split: str, mesh: DeviceMesh | None = None
 ) -> Experiment:
     """Put together what the evaluation of one split needs: no optimizers, and no other split."""
-    components, problems, failed = _read_components(folder, settings)
+    parts = _read_components(folder, settings)
+    problems = parts.problems
     splits: Splits = {}
-    if "datasets" not in failed:
-        splits, split_problems = read_splits(components, folder, [split])
+    if "datasets" not in parts.failed:
+        splits, split_problems = read_splits(parts.components, folder, [split])
         problems += split_problems
     if problems:
         raise InvalidExperiment(problems)
-    _place_modules(components, device, mesh)
-    return Experiment(settings, components, splits, {}, {}, device, folder, mesh is not None)
+    _place_modules(parts.components, device, mesh)
+    return Experiment(parts.settings, parts.components, splits, {}, {}, device, folder, mesh is not None)
 
 
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
-    """Read the settings of an experiment's folder; if they are wrong, report problems of its pymodules as well."""
+    """Read the settings of an experiment's folder; if they are wrong, report problems of its pymodules as well.
+
+    Every key that has a default has a value in what is returned.
+    """
     try:
-        return read_contents(folder / "settings", overrides)
+        return fill_in(read_contents(folder / "settings", overrides), folder)
     except InvalidExperiment as error:
         contents, wrong_files = readable_contents(folder / "settings")
         if PARAMETERS in wrong_files:
@@ -150,30 +178,42 @@ def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Cont
         settings = parse_settings(contents)
         # Whether the device can synchronise BatchNorm is checked once the settings are right.
         settings = replace(settings, training=replace(settings.training, sync_batchnorm=False))
-        _, problems = _assemble(folder / "pymodules", settings, CPU, None, 1, wrong_files)
+        parts = _read_components(folder / "pymodules", settings, wrong_files)
+        _, problems = _assemble(parts, folder / "pymodules", CPU, None, 1)
         if not problems:
             raise
         raise InvalidExperiment([*error.problems, *problems]) from error
 
 
+def assumed_settings(folder: Path, overrides: tuple[str, ...] = ()) -> list[Assumption]:
+    """Return the values of all settings that valid files leave out."""
+    written = read_contents(folder / "settings", overrides)
+    assumptions = []
+    for name, content in fill_in(written, folder).items():
+        given = dict(flat(written[name]))
+        added = {key: value for key, value in flat(content) if key not in given and content}
+        if added:
+            assumptions.append(Assumption(f"settings/{name}.json", shown_parameters(added)))
+    return assumptions
+
+
 def _assemble(
-    folder: Path,
-    settings: Settings,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    world_size: int,
-    wrong_files: frozenset[str] = _NO_NAMES,
+    parts: _Parts, folder: Path, device: torch.device, mesh: DeviceMesh | None, world_size: int
 ) -> tuple[Experiment, list[Problem]]:
     """Return an experiment and everything that is wrong with it; it can be used if nothing is.
 
-    What depends on something wrong is not judged: one mistake must not be reported as many. ``wrong_files`` names
-    settings files that could not be read.
+    What depends on something wrong is not judged: one mistake must not be reported as many.
     """
-    components, problems, failed = _read_components(folder, settings, wrong_files)
+    settings = parts.settings
+    components = parts.components
+    problems = parts.problems
+    failed = parts.failed
     splits: Splits = {}
     if "datasets" not in failed:
         splits, split_problems = read_splits(components, folder)
         problems += split_problems
+        if settings.limit_batches is not None and "dataloaders" not in failed:
+            splits = _limit(splits, components, settings.limit_batches)
         if not split_problems and not failed & {"module_transforms", "loss_registers"}:
             problems += unevaluated_registers(components, settings, splits, folder)
     optimizers: dict[str, Optimizer] = {}
@@ -195,26 +235,64 @@ def _assemble(
                     nn.SyncBatchNorm.convert_sync_batchnorm(module)
             # After sharding: optimizers must hold the shards, not the parameters that the shards replace.
             optimizers = _create_optimizers(components, settings, folder, problems)
+            parts.assumptions.extend(_name_groups(optimizers))
             problems += optimizer_problems(optimizers, folder)
             # Without one optimizer, all of its parameters would be reported as being in none.
             if len(optimizers) == len(components.optim_sched):
                 problems += parameter_problems(components, optimizers, folder)
             schedulers = _create_schedulers(components, optimizers, folder, problems)
-    experiment = Experiment(settings, components, splits, optimizers, schedulers, device, folder, mesh is not None)
+    experiment = Experiment(
+        settings,
+        components,
+        splits,
+        optimizers,
+        schedulers,
+        device,
+        folder,
+        is_sharded=mesh is not None,
+        assumptions=tuple(parts.assumptions),
+    )
     return experiment, list(dict.fromkeys(problems))
 
 
+def _limit(splits: Splits, components: Components, num_batches: int) -> Splits:
+    """Return the first batches of each split, for a quick try."""
+    limited: Splits = {}
+    for name, indices in splits.items():
+        loading = components.dataloaders[name]
+        sizes = {"train": loading.train.batch_size, "val": loading.eval.batch_size}
+        limited[name] = {split: points[: num_batches * sizes[split]] for split, points in indices.items()}
+    return limited
+
+
+@dataclass
+class _Parts:
+    """What the files of an experiment say, what is wrong with them, and the families and files it is wrong in."""
+
+    settings: Settings
+    components: Components
+    assumptions: list[Assumption]
+    problems: list[Problem]
+    failed: set[str]
+
+
 def _read_components(
-    folder: Path, settings: Settings, wrong_files: frozenset[str] = _NO_NAMES
-) -> tuple[Components, list[Problem], set[str]]:
-    """Return the components, what is wrong with them, and the families and settings files it is wrong in."""
-    loader = PymoduleLoader(folder, settings.training.seed, settings.parameters)
+    folder: Path, settings: Settings, wrong_files: frozenset[str] = _NO_NAMES, original: Path | None = None
+) -> _Parts:
+    """Import the pymodules and judge them and their names; ``wrong_files`` are settings that could not be read."""
+    loader = PymoduleLoader(folder, settings.training.seed, settings.parameters, original)
     reader = ContractReader(loader.load())
     components = reader.read()
+    assumptions = [*loader.assumptions, *reader.assumptions]
+    if not settings.loss_registers:
+        named = dict.fromkeys(name for entry in components.module_transforms.values() for name in entry.loss_registers)
+        settings = replace(settings, loss_registers=tuple(map(LossRegister, named)))
+        what = f"{', '.join(named)}, all to be minimised, as in module_transforms/*.py"
+        assumptions.append(Assumption("settings/loss_registers.json", what))
     # A file that breaks its contract still has its name, so names are judged unless a file could not be imported.
     mismatches = name_problems(components, settings, folder, loader.failed_families | wrong_files)
     failed = loader.failed_families | reader.failed_families | wrong_files
-    return components, [*loader.problems, *reader.problems, *mismatches], failed
+    return _Parts(settings, components, assumptions, [*loader.problems, *reader.problems, *mismatches], failed)
 
 
 def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
@@ -258,6 +336,17 @@ def _create_optimizers(
             for group in optimizer.param_groups:
                 group["lr"] *= factor
     return optimizers
+
+
+def _name_groups(optimizers: dict[str, Optimizer]) -> Iterator[Assumption]:
+    """Give a name to every param group that has none."""
+    for name, optimizer in optimizers.items():
+        unnamed = [index for index, group in enumerate(optimizer.param_groups) if "name" not in group]
+        for index in unnamed:
+            optimizer.param_groups[index]["name"] = f"group_{index}"
+        if unnamed:
+            what = f"names of param groups: {', '.join(f'group_{index}' for index in unnamed)}"
+            yield Assumption(f"pymodules/optim_sched/{name}.py", what)
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.errors import InvalidExperiment, Problem
+from pipeline.experiment.pymodules.assumptions import assumed_files
 from pipeline.experiment.pymodules.source_files import COPIED, copied_files, files_with_problems
-from pipeline.experiment.settings.settings import Contents
+from pipeline.experiment.settings.settings import Contents, fill_in, parse_settings, read_contents
+from pipeline.paths import ExperimentPaths
+from pipeline.store.store import read_current_manifest
 from pipeline.system.disk import Digest, Disk, Writer, json_writer
 from pipeline.system.logging import LOGGER
 
@@ -20,7 +24,7 @@ def digest_folder(folder: Path) -> dict[str, str]:
 
 
 def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Contents, disk: Disk) -> dict[str, str]:
-    """Copy an experiment's folder, with the settings that overrides changed; return the copy's digests.
+    """Copy an experiment's folder, with changed settings and the files it leaves out; return the copy's digests.
 
     ``sources`` are the digests of the files as they were loaded and checked.
     """
@@ -32,10 +36,15 @@ def copy_folder(source: Path, target: Path, sources: dict[str, str], changed: Co
         raise InvalidExperiment(
             [Problem(str(source), f"was edited while the experiment started: {edited}", "run again")]
         )
+    pymodules = [name.removeprefix("pymodules/") for name in sources if name.startswith("pymodules/")]
+    for name, default in assumed_files(pymodules).items():
+        path = f"pymodules/{name}"
+        digests[path] = _write_copy(target, path, partial(_copy_bytes, default), disk)
     for name, content in changed.items():
         path = f"settings/{name}.json"
-        # Disk.write creates files and never overwrites one.
-        disk.remove(target / path)
+        if path in sources:
+            # Disk.write creates files and never overwrites one.
+            disk.remove(target / path)
         digests[path] = _write_copy(target, path, json_writer(content), disk)
     # Contents are durable already; their names are once for all at the end, deepest folders first.
     for part in COPIED:
@@ -62,6 +71,20 @@ def differing_files(folder: Path, digests: dict[str, str]) -> list[str]:
         for path, problem in files_with_problems(folder).items()
     }
     return sorted(name for name in {*actual, *digests} if actual.get(name) != digests.get(name))
+
+
+def has_changed_since_start(paths: ExperimentPaths, overrides: tuple[str, ...]) -> bool:
+    """Return whether a start would freeze anything else now than the one that wrote these results did."""
+    manifest = read_current_manifest(paths)
+    if manifest is None or not paths.settings.is_dir():
+        return False
+    if differing_files(paths.settings, manifest.sources):
+        return True
+    # The files are the same, but the command line may change other settings.
+    frozen = parse_settings(read_contents(paths.results / "settings"))
+    wanted = parse_settings(fill_in(read_contents(paths.settings / "settings", overrides), paths.settings))
+    # Where no file lists the registers, the module transforms do, and these have not changed.
+    return wanted != replace(frozen, loss_registers=wanted.loss_registers and frozen.loss_registers)
 
 
 def refuse_edited_copy(results: Path, digests: dict[str, str], *, is_accepted: bool) -> None:

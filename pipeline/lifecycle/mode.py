@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
 from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.experiment.settings.settings import read_contents
+from pipeline.lifecycle.frozen_copy import has_changed_since_start
 from pipeline.paths import (
     LOCK_FILE,
+    LOGS_FOLDER,
     OLD_TOKEN_PREFIX,
     RESERVED,
+    RESULTS_FOLDER,
+    SETTINGS_FOLDER,
     STARTS_FILE,
     STATE_FILE,
     STATUS_FILE,
@@ -23,6 +29,8 @@ from pipeline.progress import Progress
 from pipeline.store.lock import check_free
 from pipeline.store.manifest import read_state
 
+# Start again, because nothing was trained and the settings folder has changed.
+RESTART = "restart"
 # What a run keeps in its results. The last one is of earlier versions; a stop request lies in the claim today.
 OWN_NAMES = RESERVED | {STATE_FILE, LOCK_FILE, STATUS_FILE, f".{STATUS_FILE}.new", STARTS_FILE, "stop.request"}
 
@@ -43,7 +51,7 @@ class Situation:
 
 def inspect_results(paths: ExperimentPaths) -> Situation:
     """Look at the results without touching them, and refuse places that are not safe to use."""
-    _refuse_links(paths.home / "experiment_results", paths.name)
+    _refuse_links(paths.home / RESULTS_FOLDER, paths.name)
     _refuse_groups(paths)
     state = read_state(paths.state_file)
     if state is not None:
@@ -54,14 +62,16 @@ def inspect_results(paths: ExperimentPaths) -> Situation:
 
 
 def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation) -> str:
-    """Return START, RESUME or RESET, or refuse; a finished experiment never comes here without RESET."""
+    """Return START, RESUME, RESTART or RESET, or refuse; a finished experiment never comes here without RESET."""
     # An early refusal only: another run may still come first, so what counts is the lock that is taken later.
     check_free(paths)
     if arguments.mode == RESET:
         # Only a reset deletes logs; a run may write them through a link.
-        _refuse_links(paths.home / "experiment_logs", paths.name)
+        _refuse_links(paths.home / LOGS_FOLDER, paths.name)
         return RESET
     if not found.exists:
+        if arguments.mode == RESUME and not paths.settings.is_dir():
+            raise unknown_experiment(paths, all_names(paths.home), fix=_elsewhere(paths))
         if arguments.mode == RESUME:
             raise StateConflict(
                 f"Experiment {paths.name!r} has no results to resume.\n"
@@ -69,6 +79,9 @@ def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation
                 "  --auto in place of --resume starts or continues, whichever is right."
             )
         return START
+    if arguments.mode != RESUME and found.progress is not None and not found.progress.has_trained:
+        # The first crash of a new experiment: what is left over is worth nothing if its settings were repaired.
+        return RESTART if has_changed_since_start(paths, arguments.all_overrides) else RESUME
     if arguments.mode in (RESUME, AUTO):
         return RESUME
     stands = f"it stands at {found.progress}" if found.progress else "its state file is damaged"
@@ -105,14 +118,49 @@ def all_names(home: Path) -> list[str]:
 
 def check_settings_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment without a settings folder, naming those that exist."""
-    if (paths.settings / "pymodules").is_dir() and (paths.settings / "settings").is_dir():
+    if (paths.settings / "pymodules").is_dir():
         return
     known = settings_names(paths.home)
     if paths.settings.is_dir():
-        missing = [name for name in ("pymodules", "settings") if not (paths.settings / name).is_dir()]
-        what = f"{paths.settings} must hold the folders pymodules and settings, but has no {' and no '.join(missing)}."
-        raise UsageError(what, "compare it with the example: " + verb_line("new", "EXAMPLE", paths.home))
-    raise unknown_experiment(paths, known, fix=f"{verb_line('new', paths.name, paths.home)}    (to make it)")
+        what = f"{paths.settings} must hold a folder pymodules, but has none."
+        stubs = verb_line("new", "STUBS", paths.home, "--empty")
+        raise UsageError(what, f"{stubs}    (writes the four files that every experiment has)")
+    new = f"{verb_line('new', paths.name, paths.home)}    (to make it)"
+    raise unknown_experiment(paths, known, fix=_elsewhere(paths) or new)
+
+
+def _elsewhere(paths: ExperimentPaths) -> str:
+    """Return how to name the data home or the experiment, if it is found nearby; else an empty string."""
+    for folder in (SETTINGS_FOLDER, RESULTS_FOLDER):
+        # A path that was completed by the shell.
+        inner = paths.name.removeprefix(f"{folder}/").rstrip("/")
+        if inner != paths.name and inner in all_names(paths.home):
+            return f"name the experiment without its folder: {inner}"
+    below = sorted(entry for entry in paths.home.iterdir() if entry.is_dir()) if paths.home.is_dir() else []
+    for home in (*paths.home.parents, *below):
+        try:
+            other = ExperimentPaths(home, paths.name)
+            if other.settings.is_dir() or other.state_file.exists():
+                return f"{paths.name} is in {home}: add --data-home {shlex.quote(str(home))}"
+        except OSError:
+            continue
+    return ""
+
+
+def check_is_try(paths: ExperimentPaths) -> None:
+    """Refuse results that a quick try would delete although they are not those of one."""
+    own_settings = paths.other(paths.name).settings
+    if own_settings.exists():
+        raise StateConflict(
+            f"A try would write to the results of {paths.name!r}, which is an experiment of its own: {own_settings}."
+        )
+    if not inspect_results(paths).exists:
+        return
+    contents = read_contents(paths.results / "settings")
+    if contents["data_loading"].get("limit_batches") is None:
+        raise StateConflict(
+            f"{paths.results} holds results that --limit-batches has not made, and would delete.",
+        )
 
 
 def _refuse_links(top: Path, name: str) -> None:

@@ -70,12 +70,18 @@ def open_fresh(paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:
         disk.make_folder(folder)
 
 
-def reset(paths: ExperimentPaths, disk: Disk) -> None:
-    """Delete results and logs; one rename decides, so a kill leaves the old experiment or none."""
+def reset(paths: ExperimentPaths, disk: Disk, *, only_untrained: bool = False) -> None:
+    """Delete results and logs; one rename decides, so a kill leaves the old experiment or none.
+
+    With ``only_untrained``, results in which something was trained meanwhile are left alone.
+    """
     finish_reset(paths, disk)
     if paths.results.exists():
         lock = RunLock(paths, disk)
         lock.acquire()
+        progress = inspect_results(paths).progress
+        if only_untrained and (progress is None or progress.has_trained):
+            raise StateConflict(f"Experiment {paths.name!r} was just trained by another run.")
         disk.rename(paths.results, paths.trash)
         # The rename must be durable before anything is deleted: a power cut must not bring back half an experiment.
         disk.sync_folder(paths.trash.parent)

@@ -103,7 +103,7 @@ class Recorder(StepObserver):
     def _resolve(self, asked: AskedStep | None) -> Step | None:
         """Return epoch and step of a step that may be given by its number in the whole experiment."""
         if isinstance(asked, int):
-            epoch, index = divmod(asked - 1, len(self._session.training.plan))
+            epoch, index = divmod(asked - 1, self._session.training.plan.num_steps)
             return epoch + 1, index + 1
         return (asked[0], asked[1]) if asked else None
 

@@ -84,7 +84,10 @@ def publish_rest(paths: ExperimentPaths, epoch: int) -> None:
         trackers = create_trackers(settings.logging, {name: module.tracker for name, module in pymodules.items()})
         if trackers:
             records = Records.of_results(settings.loss_registers, paths.data, epoch)
-            publisher = Publisher(records, max(1, records.num_steps), paths)
+            # The last epoch may be shorter than the others.
+            num_steps = records.of_epoch(paths.data, 1).num_steps if epoch > 1 else records.num_steps
+            last_step = (epoch - 1) * num_steps + records.num_steps if epoch else None
+            publisher = Publisher(records, max(1, num_steps), paths, last_step)
             publisher.begin(trackers, tracked_run(paths, settings), epoch)
             publisher.resume(epoch)
             publisher.close()

@@ -52,17 +52,24 @@ class Batch(NamedTuple):
 class Publisher:
     """Sends what a commit has made permanent, each value once.
 
-    All values are placed on one axis of steps: step ``i`` of epoch ``n`` is ``(n - 1) * num_steps + i``.
+    All values are placed on one axis of steps: step ``i`` of epoch ``n`` is ``(n - 1) * num_steps + i``. ``max_steps``
+    is where the last epoch ends early.
     """
 
-    def __init__(self, records: Records, num_steps: int, paths: ExperimentPaths) -> None:
+    def __init__(self, records: Records, num_steps: int, paths: ExperimentPaths, max_steps: int | None = None) -> None:
         self._records = records
         self._num_steps = num_steps
+        self._max_steps = max_steps
         self._paths = paths
         self._images = ImageFolder(paths.images)
         self._trackers: dict[str, BaseTracker] = {}
         self._sent_steps = 0
         self._sent_epochs = dict.fromkeys(records.losses, -1)
+
+    def last_step(self, epoch: int) -> int:
+        """Return the place of an epoch's last step, where the values of the whole epoch stand too."""
+        step = epoch * self._num_steps
+        return step if self._max_steps is None else min(step, self._max_steps)
 
     def first_step(self, epoch: int) -> int:
         """Return the place of an epoch's first step; epoch 0 has none and stands before all others."""
@@ -124,7 +131,7 @@ class Publisher:
         if batch.points:
             tracker.publish(batch.points)
         images = [
-            Image(f"images/{name}", epoch * self._num_steps, png)
+            Image(f"images/{name}", self.last_step(epoch), png)
             for epoch in batch.evaluated
             for name, png in self._images.read(epoch).items()
         ]
@@ -147,7 +154,7 @@ class Publisher:
         if epoch > 0:
             yield from self._step_points(self._records.of_epoch(self._paths.data, epoch), epoch, 0)
         for point in self._epoch_points(dict.fromkeys(self._sent_epochs, epoch - 1)):
-            if point.step == epoch * self._num_steps:
+            if point.step == self.last_step(epoch):
                 yield point
 
     def _step_points(self, records: Records, epoch: int, sent: int) -> Iterator[Point]:
@@ -171,4 +178,4 @@ class Publisher:
             for register, record in registers.items():
                 means = zip(record.epochs, record.epoch_means, strict=True)
                 tag = f"{split}/{register}"
-                yield from (Point(tag, epoch * self._num_steps, mean) for epoch, mean in means if epoch > sent[split])
+                yield from (Point(tag, self.last_step(epoch), mean) for epoch, mean in means if epoch > sent[split])

@@ -23,6 +23,7 @@ from pipeline.serialization.shard_index import is_sharded
 from pipeline.system.disk import Disk
 from pipeline.system.formatting import shown_bytes, shown_duration, shown_number, shown_parameters, shown_values
 from pipeline.tracking.factory import show_commands
+from pipeline.training.step_plan import StepPlan
 
 # Lines that begin with it are meant as warnings.
 WARNING_MARK = "WARNING: "
@@ -99,18 +100,28 @@ def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]
         )
 
 
-def step_lines(num_steps: int, max_batches: int, experiment: Experiment, processes: Processes) -> Iterator[str]:
+def step_lines(plan: StepPlan, experiment: Experiment, processes: Processes) -> Iterator[str]:
     """Yield how items make up steps, and what would keep every process busy."""
-    wanted = experiment.settings.step_min_items
-    yield f"steps: {num_steps} per epoch of at least {wanted} items in up to {max_batches} batches"
+    settings = experiment.settings
+    max_batches = plan.max_batches
+    if settings.mixture is None:
+        content = f"at least {settings.step_min_items} items in up to {max_batches} batches"
+    else:
+        mixed = ", ".join(f"{weight:g} of {name}" for name, weight in settings.mixture.items())
+        content = f"up to {max_batches} batches: {mixed} on average"
+    end = "" if plan.max_steps is None else f"; {plan.max_steps} in all"
+    yield f"steps: {plan.num_steps} per epoch of {content}{end}"
+    if settings.limit_batches is not None:
+        yield f"limit: the first {settings.limit_batches} batches of each split; this is a try and not the real run"
+    is_endless = settings.steps_per_epoch is not None
     # BatchNorm cannot normalise a batch of a single point.
     modules = experiment.components.trained_modules.values()
-    if any(isinstance(layer, _BatchNorm) for module in modules for layer in module.modules()):
+    if not is_endless and any(isinstance(layer, _BatchNorm) for module in modules for layer in module.modules()):
         for name, loading in experiment.components.dataloaders.items():
             size = len(experiment.splits[name]["train"])
             if size % loading.train.batch_size == 1:
                 yield f"{WARNING_MARK}the last batch of {name} has 1 of {size} points, which BatchNorm may refuse"
-    if max_batches < processes.world_size:
+    if max_batches < processes.world_size and settings.mixture is None:
         # So many that the largest batches of all processes but one do not make up a step yet.
         batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
         enough = max(batch_items) * (processes.world_size - 1) + 1
@@ -157,6 +168,8 @@ def last_block(
 
 def next_line(paths: ExperimentPaths, progress: Progress) -> str:
     """Return the command that most people want next."""
+    if paths.settings_name:
+        return f"next: {run_line(paths.settings_name, paths.home)}    (the real run; nothing of this try is used)"
     if progress.is_finished:
         return f"next: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}    (a variant of it)"
     return f"next: {run_line(paths.name, paths.home, '--resume')}    (continues at {progress})"

@@ -17,7 +17,7 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
 from pipeline.training.loaders import Batch, KeyedDataset, Loader
 from pipeline.training.losses import check_losses
-from pipeline.training.step_plan import BatchRef, EpochPoints, PlannedBatch, SplitShape
+from pipeline.training.step_plan import BatchRef, EndlessPoints, EpochPoints, PlannedBatch, Points, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What torch's allocators and the operating system say when memory ends.
@@ -30,7 +30,7 @@ Key = tuple[int | str, ...]
 class _Planned(Iterable[PlannedBatch]):
     """Batches planned one by one as a loader asks: the indices of a whole epoch would take memory."""
 
-    def __init__(self, points: EpochPoints, refs: list[BatchRef]) -> None:
+    def __init__(self, points: Points, refs: list[BatchRef]) -> None:
         self._points = points
         self._refs = refs
 
@@ -59,9 +59,14 @@ class BatchRunner:
         components = experiment.components
         kind = "train" if self._trains else "eval"
         arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
+        is_endless = self._trains and experiment.settings.steps_per_epoch is not None
         self.shapes = [
-            SplitShape.of(name, experiment.splits[name][split], arguments[name]) for name in components.datasets
+            SplitShape.of(name, experiment.splits[name][split], arguments[name], is_endless=is_endless)
+            for name in components.datasets
         ]
+        self._indices = {name: splits[split] for name, splits in experiment.splits.items()}
+        # Passes go on over the epochs, so these points do, too.
+        self._endless = EndlessPoints(experiment.settings.training.seed, split, self._indices) if is_endless else None
         self._loaders = {
             name: Loader(
                 KeyedDataset(
@@ -74,17 +79,19 @@ class BatchRunner:
         }
         self._modules = components.all_modules
 
-    def points(self, epoch: int) -> EpochPoints:
-        indices = {name: splits[self._split] for name, splits in self._experiment.splits.items()}
+    def points(self, epoch: int) -> Points:
+        """Return which points the batches of an epoch hold."""
+        if self._endless is not None:
+            return self._endless
         seed = self._experiment.settings.training.seed
-        return EpochPoints(seed, epoch, self._split, indices, is_shuffled=self._trains)
+        return EpochPoints(seed, epoch, self._split, self._indices, is_shuffled=self._trains)
 
     @property
     def starts_workers(self) -> bool:
         """Return whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
-    def load(self, refs: list[BatchRef], points: EpochPoints) -> Iterator[Batch]:
+    def load(self, refs: list[BatchRef], points: Points) -> Iterator[Batch]:
         """Return these batches, in order; every dataset has a loader of its own, which may work ahead."""
         by_dataset: dict[str, list[BatchRef]] = {}
         for ref in refs:

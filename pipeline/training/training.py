@@ -19,7 +19,7 @@ from pipeline.training.engines.base import GradientEngine
 from pipeline.training.loaders import Batch, Prefetcher
 from pipeline.training.losses import LossAccumulator
 from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
-from pipeline.training.step_plan import BatchAssignment, BatchRef, StepPlan, assign_rounds, assign_shares
+from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
 
 # Steps whose losses wait on the device before the host reads them all at once.
 _MAX_PENDING_STEPS = 64
@@ -54,7 +54,7 @@ class TrainingStage:
         self._engine = engine
         self._records = records
         self._settings = experiment.settings.training
-        self.plan = StepPlan(runner.shapes, experiment.settings.step_min_items)
+        self.plan = create_plan(runner.shapes, experiment.settings, experiment.max_steps)
         self._assign = assign_rounds if experiment.runs_in_rounds else assign_shares
         self._weighter = experiment.components.loss_weighter
         # A weighter that is called after every step must find that step's losses in the records.
@@ -86,11 +86,13 @@ class TrainingStage:
             seed_generators(self._settings.seed, "begin", epoch)
             self._weighter.before_train_epoch(self._records.losses)
             for scheduler in self._schedulers:
-                scheduler.before_train_epoch(len(self.plan))
-        refs = list(self.plan.refs_of(self._processes.rank, self._processes.world_size, first_step, self._assign))
+                # Also of an epoch that max_steps cuts: rates must not depend on where the training ends.
+                scheduler.before_train_epoch(self.plan.num_steps)
+        rank = self._processes.rank
+        refs = list(self.plan.refs_of(epoch, rank, self._processes.world_size, first_step, self._assign))
         loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch)))
         with self._engine.prefetching(loading.load):
-            for index in range(first_step, len(self.plan)):
+            for index in range(first_step, self.plan.steps_of(epoch)):
                 yield self._step(epoch, index, loading, requests)
         self.flush()
         self._records.finish_train_epoch(epoch)
@@ -103,7 +105,7 @@ class TrainingStage:
         started = time.perf_counter()
         loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
-        batches = self.plan.step(index)
+        batches = self.plan.step(epoch, index)
         items = self._num_items(batches)
         scales = self._loss_scales(items)
         rates = self._experiment.learning_rates()
@@ -135,7 +137,7 @@ class TrainingStage:
         self._count_skipped(epoch, index, outcome)
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
-        return StepReport(index + 1, len(self.plan), seconds, loading.seconds - loaded, outcome)
+        return StepReport(index + 1, self.plan.steps_of(epoch), seconds, loading.seconds - loaded, outcome)
 
     def _run_batch(
         self,

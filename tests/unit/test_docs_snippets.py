@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from pipeline import __main__ as helper
-from pipeline.experiment.pymodules.loader import FAMILIES, SINGLES
+from pipeline.experiment.pymodules.assumptions import SINGLES
+from pipeline.experiment.pymodules.loader import FAMILIES
 from pipeline.lifecycle.mode import inspect_results
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import TRAINING, Progress

@@ -23,6 +23,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
     """
     if "datasets" not in failed:
         yield from _dataset_problems(components, folder, failed)
+    if not failed & {"datasets", "data_loading"}:
+        yield from _mixture_problems(components, settings, folder)
     if "loss_registers" not in failed:
         yield from _register_problems(components, settings, folder, failed)
         yield from _policy_problems(components, settings, folder)
@@ -53,6 +55,23 @@ def _dataset_problems(components: Components, folder: Path, failed: set[str]) ->
             if not callable(getattr(components.datasets[dataset], "getitem_metadata", None)):
                 what = f"dataset must have a method getitem_metadata, because data counter {name!r} uses it"
                 yield Problem(str(folder / "datasets" / f"{dataset}.py"), what)
+
+
+def _mixture_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield datasets that the mixture does not know, or that do not know it, and weights that leave steps empty."""
+    if settings.mixture is None:
+        return
+    settings_file = folder.parent / "settings" / "data_loading.json"
+    where = f"{settings_file} (mixture)"
+    datasets = sorted(components.datasets)
+    for name in sorted(set(settings.mixture) - set(datasets)):
+        yield Problem(where, f"has {name!r}, {_list_known(name, datasets)}")
+    for name in sorted(set(datasets) - set(settings.mixture)):
+        what = f"must have a weight for every dataset, but has none for {name!r}"
+        yield Problem(where, what, "add one, or move the dataset out of pymodules/datasets")
+    if max(settings.mixture.values()) < 1:
+        what = "leaves steps without a batch: at least one weight must be 1 or more, but the highest is"
+        yield Problem(where, f"{what} {max(settings.mixture.values()):g}", "multiply all weights by the same number")
 
 
 def _register_problems(components: Components, settings: Settings, folder: Path, failed: set[str]) -> Iterator[Problem]:
@@ -86,7 +105,7 @@ def _place_of_register(settings_file: Path, register: str) -> str:
         document = read_document(settings_file)
     except InvalidExperiment:
         return str(settings_file)
-    for index, entry in enumerate(document.value["loss_registers"]):
+    for index, entry in enumerate(document.value.get("loss_registers", [])):
         if register == (entry if isinstance(entry, str) else entry["name"]):
             return document.place(("loss_registers", index, "name"))
     return str(settings_file)
@@ -103,10 +122,19 @@ def _policy_problems(components: Components, settings: Settings, folder: Path) -
     if isinstance(weighter, StaticLossWeighter):
         for name in sorted(set(weighter.weights) - set(known)):
             yield Problem(str(folder / "loss_weighter.py"), f"weights has {name!r}, {_list_known(name, known)}")
-    # Patience counts evaluations. A stopper without the attribute is the author's own and may stop by other rules.
-    if settings.training.evaluation_interval == 0 and getattr(stopper, "max_epochs", 1) is None:
+    # A stopper without the attributes is the author's own and may stop by other rules.
+    limits = [getattr(stopper, name) for name in ("max_epochs", "max_steps") if hasattr(stopper, name)]
+    if not limits or any(
+        limit is not None for limit in (*limits, settings.training.max_epochs, settings.training.max_steps)
+    ):
+        return
+    if getattr(stopper, "patience", 1) is None:
+        what = "must have max_epochs, max_steps or patience, but has none of them: training would never end"
+    elif settings.training.evaluation_interval == 0:
         what = "needs max_epochs, because evaluation_interval is 0 and patience alone would never end the training"
-        yield Problem(str(folder / "early_stopper.py"), what)
+    else:
+        return
+    yield Problem(str(folder / "early_stopper.py"), what, "set max_epochs or max_steps in settings/training.json")
 
 
 def _list_known(name: str, known: list[str]) -> str:

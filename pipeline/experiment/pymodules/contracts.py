@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from pipeline.components import BaseDataTransform, BaseScheduler
 from pipeline.errors import Problem, nearest
+from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.contract_examples import BASES, EXAMPLES, required_methods
 from pipeline.experiment.pymodules.definitions import (
     Components,
@@ -59,6 +63,14 @@ _MODULE_SETTINGS = (
 )
 
 
+# How much a name must be like another one to be taken for a slip of the pen.
+_MISSPELT = 0.8
+
+
+def _create_no_scheduler(optimizer: Optimizer) -> BaseScheduler:
+    return BaseScheduler()
+
+
 class ContractReader:
     """Reads typed values out of imported pymodules and collects every broken contract."""
 
@@ -66,6 +78,8 @@ class ContractReader:
         self._files = files
         self.problems: list[Problem] = []
         self.failed_families: set[str] = set()
+        # What stands for names that files leave out.
+        self.assumptions: list[Assumption] = []
 
     def read(self) -> Components:
         """Return the components; meaningful only if no problems were found."""
@@ -96,7 +110,7 @@ class ContractReader:
         )
 
     def _create_transform(self, module: ModuleType, name: str) -> AuthorValue:
-        create = self._get(module, name)
+        create = self._get_or_assume(module, name, BaseDataTransform, "points stay as they are")
         if create is None:
             return None
         try:
@@ -111,16 +125,18 @@ class ContractReader:
         collate = getattr(module, "collate_fn", default_collate)
         if not callable(collate):
             self._report(module, "collate_fn", f"must be a function of a list of points, but is {collate!r}")
-        return DataLoading(
-            self._read_loader_arguments(module, "train_dataloader_args"),
-            self._read_loader_arguments(module, "eval_dataloader_args"),
-            collate,
-        )
+        train = self._read_loader_arguments(module, "train_dataloader_args", {}, "{}")
+        # What an evaluation loads is most often loaded in the same way.
+        like_train = getattr(module, "train_dataloader_args", {})
+        evaluated = self._read_loader_arguments(module, "eval_dataloader_args", like_train, "train_dataloader_args")
+        return DataLoading(train, evaluated, collate)
 
-    def _read_loader_arguments(self, module: ModuleType, name: str) -> LoaderArguments:
+    def _read_loader_arguments(
+        self, module: ModuleType, name: str, default: AuthorValue, default_words: str
+    ) -> LoaderArguments:
         # Where the arguments are wrong, nothing is loaded: the problem is raised before.
-        unusable = LoaderArguments(batch_size=1)
-        given = self._get(module, name)
+        unusable = LoaderArguments()
+        given = self._get_or_assume(module, name, default, default_words)
         if given is None:
             return unusable
         if not isinstance(given, Mapping):
@@ -149,15 +165,14 @@ class ContractReader:
             what = "must be 'fork': workers share imported pymodules"
             self._report(module, f"{name}['multiprocessing_context']", what)
         if "batch_size" not in given:
-            self._report(module, f"{name}['batch_size']", "is missing")
-            return unusable
+            self._assume(module, f"{name}['batch_size']", str(LoaderArguments.batch_size))
         return LoaderArguments(**{key: given[key] for key in known if key in given})
 
     def _read_module(self, module: ModuleType) -> ModuleDefinition:
         network = self._get(module, "module")
         if network is not None and not isinstance(network, nn.Module):
             self._report(module, "module", f"must be a torch.nn.Module, but is {network!r}")
-        given = self._get(module, "settings")
+        given = self._get_or_assume(module, "settings", {}, "{}, so the module is trained")
         if not isinstance(given, Mapping):
             if given is not None:
                 self._report(module, "settings", f"must be a dict, but is {given!r}")
@@ -221,13 +236,17 @@ class ContractReader:
         if not isinstance(start, int) or start < 1:
             self._report(module, "scheduler_start_epoch", f"must be an integer of 1 or more, but is {start!r}")
         return OptimSched(
-            self._read_function(module, "create_optimizer", "modules"),
-            self._read_function(module, "create_scheduler", "optimizer"),
+            self._check_function(module, "create_optimizer", "modules", self._get(module, "create_optimizer")),
+            self._check_function(
+                module,
+                "create_scheduler",
+                "optimizer",
+                self._get_or_assume(module, "create_scheduler", _create_no_scheduler, "learning rates stay constant"),
+            ),
             start,
         )
 
-    def _read_function(self, module: ModuleType, name: str, argument: str) -> AuthorValue:
-        function = self._get(module, name)
+    def _check_function(self, module: ModuleType, name: str, argument: str, function: AuthorValue) -> AuthorValue:
         if function is not None and not takes(function, 1):
             actual = f"{name}{inspect.signature(function)}" if callable(function) else repr(function)
             self._report(module, name, f"must be a function {name}({argument}), but is {actual}")
@@ -249,7 +268,7 @@ class ContractReader:
         return value
 
     def _read_single(self, name: str) -> AuthorValue:
-        # A file that is missing was reported by the loader.
+        # A file that could not be imported was reported by the loader.
         module = self._files[""].get(name)
         return None if module is None else self._read_object(module, name)
 
@@ -282,6 +301,22 @@ class ContractReader:
         elif getattr(module, name) is None:
             self._report(module, name, "must not be None")
         return getattr(module, name, None)
+
+    def _get_or_assume(self, module: ModuleType, name: str, default: AuthorValue, words: str) -> AuthorValue:
+        """Return what a file defines under a name that it may leave out, unless it has misspelt it."""
+        if hasattr(module, name) or self._has_misspelt(module, name):
+            return self._get(module, name)
+        self._assume(module, name, words)
+        return default
+
+    @staticmethod
+    def _has_misspelt(module: ModuleType, name: str) -> bool:
+        defined = [word for word in vars(module) if not word.startswith("_") and word not in EXAMPLES]
+        return bool(get_close_matches(name, defined, n=1, cutoff=_MISSPELT))
+
+    def _assume(self, module: ModuleType, name: str, words: str) -> None:
+        path = Path(str(module.__file__))
+        self.assumptions.append(Assumption(f"pymodules/{path.parent.name}/{path.name}", f"{name}: {words}"))
 
     def _report(self, module: ModuleType, name: str, what: str, fix: str = "") -> None:
         path = Path(str(module.__file__))

@@ -34,7 +34,7 @@ Batch = Any
 class LoaderArguments:
     """How one split of a dataset is loaded."""
 
-    batch_size: int
+    batch_size: int = 32
     num_workers: int = 0
     prefetch_factor: int | None = None
     point_size: int = 1

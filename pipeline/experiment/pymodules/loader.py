@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import re
 import sys
@@ -16,8 +16,9 @@ from typing import Any
 from pipeline import components
 from pipeline.components import Parameters
 from pipeline.errors import Problem, nearest
-from pipeline.experiment.pymodules.contract_examples import EXAMPLES
-from pipeline.experiment.pymodules.source_files import is_ignored
+from pipeline.experiment.pymodules.assumptions import SINGLES, Assumption, assumed_files, describe_file
+from pipeline.experiment.pymodules.copied_code import CopyFinder
+from pipeline.experiment.pymodules.source_files import COMPONENT_NAME, is_ignored
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.paths import number_variable
 from pipeline.system.seeding import seed_generators
@@ -33,11 +34,10 @@ FAMILIES = (
     "optim_sched",
     "trackers",
 )
-OPTIONAL_FAMILIES = ("data_counters", "trackers")
-SINGLES = ("checkpoint_saver", "early_stopper", "loss_weighter")
+# The least that an experiment consists of; all other files have defaults, or are not needed.
+REQUIRED_FAMILIES = ("datasets", "modules", "module_transforms", "optim_sched")
 UTILS = "utils"
 IMPORT_TIME_LIMIT_VARIABLE = "GORIDEEPSTYLE_IMPORT_TIMEOUT"
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _PREFIX = "_experiment_pymodules_"
 _packages = itertools.count()
 
@@ -54,16 +54,29 @@ def relocate(source: Path, target: Path) -> None:
 
 
 class PymoduleLoader:
-    """Imports the files of one ``pymodules`` folder and collects what is wrong with them."""
+    """Imports the files of one ``pymodules`` folder and collects what is wrong with them.
 
-    def __init__(self, folder: Path, seed: int, parameters: Mapping[str, Any] = MappingProxyType({})) -> None:
+    ``original`` is the folder that it is a copy of.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        parameters: Mapping[str, Any] = MappingProxyType({}),
+        original: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.problems = list[Problem]()
         self.failed_families: set[str] = set()
+        # What stands for files that were left out.
+        self.assumptions = list[Assumption]()
         self._seed = seed
         self._parameters = Parameters(parameters)
         # One process may load several experiments, or one twice: each load has a package of its own.
         self._package = f"{_PREFIX}{next(_packages)}"
+        if original is not None:
+            sys.meta_path.insert(0, CopyFinder(self._package, folder, original))
 
     def load(self, wanted: Collection[str] = ("", *FAMILIES)) -> dict[str, dict[str, ModuleType]]:
         """Return every imported file of the wanted families by family and name; singles are the family ''."""
@@ -76,10 +89,13 @@ class PymoduleLoader:
         sys.modules[self._package] = package
         seconds = number_variable(IMPORT_TIME_LIMIT_VARIABLE, 600)
         modules: dict[str, dict[str, ModuleType]] = {family: {} for family in wanted}
-        for family, path in self._files():
+        present = list(self._files())
+        assumed = assumed_files([path.relative_to(self.folder).as_posix() for _, path in present])
+        self.assumptions += [describe_file(path, default) for path, default in assumed.items()]
+        for family, path in present:
             if family not in wanted:
                 continue
-            if not _NAME.fullmatch(path.stem):
+            if not COMPONENT_NAME.fullmatch(path.stem):
                 self.problems.append(Problem(str(path), "file name must be made of letters, digits, '_' and '-'"))
                 self.failed_families.add(family)
                 continue
@@ -93,7 +109,22 @@ class PymoduleLoader:
             except (Exception, SystemExit) as error:
                 self.problems.append(self._import_problem(path, error))
                 self.failed_families.add(family)
+        for relative, default in assumed.items():
+            family, _, file = relative.rpartition("/")
+            if family in wanted:
+                modules[family][Path(file).stem] = self._import_default(relative, default)
         return modules
+
+    def _import_default(self, relative: str, default: Path) -> ModuleType:
+        """Import a file of ours under the name that the author's file would have."""
+        name = ".".join((self._package, *Path(relative).with_suffix("").parts))
+        spec = importlib.util.spec_from_file_location(name, default)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for family in FAMILIES:
@@ -112,12 +143,9 @@ class PymoduleLoader:
                 what = f"unknown file or folder; known are {', '.join(known)}.{nearest(entry.name, known)}"
                 yield Problem(str(entry), what, "put helpers into utils/")
         present = {family for family, _ in self._files()}
-        for family in FAMILIES:
-            if family not in OPTIONAL_FAMILIES and family not in present:
+        for family in REQUIRED_FAMILIES:
+            if family not in present:
                 yield Problem(str(self.folder / family), "must hold at least one .py file, but there is none")
-        for single in SINGLES:
-            if not (self.folder / f"{single}.py").is_file():
-                yield Problem(str(self.folder / f"{single}.py"), "the file is missing", EXAMPLES[single])
 
     def _import_problem(self, path: Path, error: BaseException) -> Problem:
         problem = user_problem(error, self.folder, str(path), "must be importable")

@@ -10,6 +10,8 @@ from pathlib import Path
 from pipeline.errors import InvalidExperiment, Problem
 
 COPIED = ("pymodules", "settings")
+# A file of a family, without its ending: the name of a dataset, a module, an optimizer, ….
+COMPONENT_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _IGNORED = re.compile(r"__pycache__|\..*|.*~|.*\.(pyc|swp|swo|tmp|bak)|#.*#")
 
 

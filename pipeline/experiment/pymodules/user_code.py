@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
 from pipeline.errors import Problem
+from pipeline.paths import RESULTS_FOLDER, SETTINGS_FOLDER
+
+# A data home has pymodules in two places: as their author wrote them, and the frozen copy.
+_AUTHOR_FILE = re.compile(rf"/({SETTINGS_FOLDER}|{RESULTS_FOLDER})/.+/pymodules/")
 
 
 def place_of(path: Path, name: str) -> str:
@@ -20,19 +25,24 @@ def place_of(path: Path, name: str) -> str:
 
 def author_frames(error: BaseException) -> str:
     """Return the traceback reduced to the author's own files, or an empty string if none of them is involved."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/pymodules/" in frame.filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _AUTHOR_FILE.search(frame.filename)]
     if not frames:
         return ""
     return "".join([*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)])
 
 
 def user_problem(error: BaseException, folder: Path, otherwise: str, must: str) -> Problem:
-    """Return what an exception says, placed at the innermost frame inside ``folder``."""
+    """Return what an exception says, placed at the innermost frame inside ``folder``, or of another author's file.
+
+    Code of the frozen copy may go by the name of the file that it is a copy of.
+    """
     # The file that cannot be compiled has no frame.
     if isinstance(error, SyntaxError) and error.filename:
         return Problem(f"{error.filename}:{error.lineno}", f"must be valid Python: {error.msg}")
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
+    inside = [
+        frame for frame in frames if Path(frame.filename).is_relative_to(folder) or _AUTHOR_FILE.search(frame.filename)
+    ]
     where = f"{inside[-1].filename}:{inside[-1].lineno}" if inside else otherwise
     if isinstance(error, SystemExit):
         return Problem(where, f"{must}, but calls sys.exit({error.code!r})")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
+from pipeline.experiment.pymodules.assumptions import MAX_EPOCHS
 from pipeline.experiment.settings.json_source import Document, Json, parse_json, read_document
 from pipeline.experiment.settings.parameters import (
     PARAMETERS,
@@ -27,13 +30,6 @@ from pipeline.experiment.settings.validation import (
 # What the settings files say, by file and key: what overrides change and what is frozen into the copy.
 Contents = dict[str, dict[str, Json]]
 FSDP = "fsdp"
-# The least that each file can say; used to look for further problems when a file is wrong.
-_STAND_INS: Contents = {
-    "data_loading": {"step_min_items": 1},
-    "logging": {"progress_bar": {"enabled": False}},
-    "loss_registers": {"loss_registers": ["unknown"]},
-    "training": {},
-}
 
 
 # The defaults below are those of the schemas; a test compares them.
@@ -53,6 +49,8 @@ class LrScaling:
 @dataclass(frozen=True)
 class TrainingSettings:
     seed: int = 0
+    max_epochs: int | None = None
+    max_steps: int | None = None
     deterministic: bool = False
     threads: int | None = None
     precision: str = "fp32"
@@ -94,7 +92,7 @@ class MlflowSettings:
 
 @dataclass(frozen=True)
 class LoggingSettings:
-    progress_bar: bool
+    progress_bar: bool = True
     train_updates: int = 100
     eval_updates: int = 20
     every_steps: int = 50
@@ -105,12 +103,18 @@ class LoggingSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the JSON files of an experiment say."""
+    """Everything the JSON files of an experiment say.
+
+    ``loss_registers`` is empty until the module transforms are read, if no file lists them.
+    """
 
     step_min_items: int
     logging: LoggingSettings
     loss_registers: tuple[LossRegister, ...]
     training: TrainingSettings
+    steps_per_epoch: int | None = None
+    mixture: dict[str, float] | None = None
+    limit_batches: int | None = None
     fingerprint_points: int = 0
     # What parameters.json says, as it is.
     parameters: dict[str, Json] = field(default_factory=dict)
@@ -126,18 +130,14 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     contents: Contents = {}
     for name in SETTINGS_FILES:
         path = folder / f"{name}.json"
-        # Every key of training.json has a default. A file that exists but is empty is still an error.
-        if name == "training" and not path.exists():
+        # Every key has a default. A file that exists but is empty is still an error.
+        if not os.path.lexists(path):
             contents[name] = {}
             continue
         try:
             document = read_document(path)
         except InvalidExperiment as error:
-            if path.is_file():
-                problems += error.problems
-            else:
-                fix = f"write it; it needs the keys: {', '.join(schema(name).get('required', []))}"
-                problems.append(Problem(str(path), "must be a file, but there is none", fix))
+            problems += error.problems
             continue
         problems += schema_problems(document, name)
         contents[name] = document.value
@@ -153,24 +153,29 @@ def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
         raise InvalidExperiment(problems)
     contents = apply_overrides(contents, overrides, folder)
     # Only now: an override may cause a contradiction, or resolve one that the file has.
-    problems += contradiction_problems(contents["training"], folder / "training.json")
+    problems += contradiction_problems(contents, folder)
     if problems:
         raise InvalidExperiment(problems)
     return contents
 
 
 def readable_contents(folder: Path) -> tuple[Contents, frozenset[str]]:
-    """Return what the settings files say, with stand-ins for wrong files, and the names of those files."""
+    """Return what the settings files say, nothing for wrong files, and the names of those files."""
     contents: Contents = {}
     wrong: set[str] = set()
-    for name, stand_in in _STAND_INS.items():
+    for name in SETTINGS_FILES:
+        path = folder / f"{name}.json"
+        contents[name] = {}
+        if not os.path.lexists(path):
+            continue
         try:
-            document = read_document(folder / f"{name}.json")
+            document = read_document(path)
             is_valid = not schema_problems(document, name)
         except InvalidExperiment:
             is_valid = False
-        contents[name] = document.value if is_valid else stand_in
-        if not is_valid:
+        if is_valid:
+            contents[name] = document.value
+        else:
             wrong.add(name)
     contents[PARAMETERS], problems = read_parameters(folder)
     if problems:
@@ -180,30 +185,73 @@ def readable_contents(folder: Path) -> tuple[Contents, frozenset[str]]:
 
 def parse_settings(contents: Contents) -> Settings:
     """Turn checked contents into values."""
+    contents = with_defaults(contents)
+    data_loading = contents["data_loading"]
     logging = contents["logging"]
     # The sections of logging.json are one flat value here; the bar's own switch is named after its section.
     progress_bar = dict(logging["progress_bar"])
     training = dict(contents["training"])
     scaling = training.pop("lr_scaling", None)
     return Settings(
-        step_min_items=contents["data_loading"]["step_min_items"],
-        fingerprint_points=contents["data_loading"].get("fingerprint_points", 0),
+        **data_loading,
         parameters=contents[PARAMETERS],
         logging=LoggingSettings(
             progress_bar=progress_bar.pop("enabled"),
-            tensorboard=logging.get("tensorboard", {}).get("enabled", False),
-            wandb=WandbSettings(**logging.get("wandb", {})),
-            mlflow=MlflowSettings(**logging.get("mlflow", {})),
+            tensorboard=logging["tensorboard"]["enabled"],
+            wandb=WandbSettings(**logging["wandb"]),
+            mlflow=MlflowSettings(**logging["mlflow"]),
             **progress_bar,
-            **logging.get("text", {}),
+            **logging["text"],
         ),
         # A register with defaults only may be written as its name alone.
         loss_registers=tuple(
             LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
-            for entry in contents["loss_registers"]["loss_registers"]
+            for entry in contents["loss_registers"].get("loss_registers", [])
         ),
         training=TrainingSettings(**training, lr_scaling=LrScaling(**scaling) if scaling else None),
     )
+
+
+def register_contents(registers: Iterable[LossRegister]) -> dict[str, Json]:
+    """Return what loss_registers.json says of these registers."""
+    default = LossRegister("")
+    return {
+        "loss_registers": [
+            asdict(register) if replace(register, name="") != default else register.name for register in registers
+        ]
+    }
+
+
+def fill_in(contents: Contents, folder: Path) -> Contents:
+    """Return the contents of an experiment's folder with everything that is assumed: defaults, and an end."""
+    filled = with_defaults(contents)
+    training = filled["training"]
+    has_stopper = (folder / "pymodules" / "early_stopper.py").exists()
+    if not has_stopper and training["max_epochs"] is None and training["max_steps"] is None:
+        training["max_epochs"] = MAX_EPOCHS
+    return filled
+
+
+def with_defaults(contents: Contents) -> Contents:
+    """Return the contents with a value for every key that a file leaves out and that has a default."""
+    filled = {name: _fill(contents[name], schema(name)) for name in SETTINGS_FILES}
+    return {**contents, **filled}
+
+
+def _fill(value: Json, rules: dict[str, Json]) -> Json:
+    filled = {}
+    for key, rule in rules["properties"].items():
+        if isinstance(value.get(key), dict):
+            # Of several alternatives, the one with keys is meant.
+            meant = next((one for one in rule.get("oneOf", [rule]) if "properties" in one), None)
+            filled[key] = _fill(value[key], meant) if meant else value[key]
+        elif key in value:
+            filled[key] = value[key]
+        elif "default" in rule:
+            filled[key] = rule["default"]
+        elif "properties" in rule:
+            filled[key] = _fill({}, rule)
+    return filled
 
 
 def apply_overrides(contents: Contents, overrides: tuple[str, ...], folder: Path) -> Contents:
@@ -265,6 +313,9 @@ def _rules_below(rules: dict[str, Json], key: str, override: str) -> dict[str, J
     known: dict[str, dict[str, Json]] = dict(rules.get("properties", {}))
     for alternative in rules.get("oneOf", []):
         known.update(alternative.get("properties", {}))
+    if isinstance(rules.get("additionalProperties"), dict):
+        # The keys are names of the author's.
+        return dict(rules["additionalProperties"])
     if key not in known:
         listed = ", ".join(sorted(known)) or "none"
         raise UsageError(f"--set {override}: unknown key {key!r}; available are {listed}.{hint(key, sorted(known))}")

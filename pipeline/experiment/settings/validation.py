@@ -46,13 +46,15 @@ _STEPS = (
     "batch_size in pymodules/dataloaders/*.py"
 )
 _LOADING = "it is an argument in pymodules/dataloaders/*.py"
-_LENGTH = "training ends after max_epochs of the early stopper in pymodules/early_stopper.py"
+_LENGTH = "training ends after max_epochs or max_steps, both in settings/training.json"
+_PATIENCE = "it is an argument of the early stopper in pymodules/early_stopper.py"
 _PROCESSES = "torchrun --nproc-per-node=N decides; each process takes one accelerator, or none with --device cpu"
 _HINTS = {
     **dict.fromkeys(("lr", "learning_rate", "optimizer", "optim", "weight_decay", "scheduler"), _OPTIMIZER),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps"), _STEPS),
     **dict.fromkeys(("batch_size", "per_device_train_batch_size", "num_workers", "dataloader_num_workers"), _LOADING),
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs", "max_steps", "patience"), _LENGTH),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs", "max_steps", "max_iters"), _LENGTH),
+    "patience": _PATIENCE,
     **dict.fromkeys(("device", "devices", "accelerator", "gpus", "num_gpus", "world_size", "strategy"), _PROCESSES),
     **dict.fromkeys(("fp16", "bf16", "amp", "mixed_precision"), "precision in settings/training.json decides"),
     **dict.fromkeys(
@@ -63,8 +65,16 @@ _HINTS = {
         ("save_steps", "save_every", "save_interval"), "it is checkpoint_every_steps in settings/training.json"
     ),
     **dict.fromkeys(
-        ("eval_steps", "eval_interval", "val_interval", "check_val_every_n_epoch"),
-        "it is evaluation_interval, in epochs, in settings/training.json",
+        ("eval_steps", "eval_interval", "val_interval", "val_check_interval", "check_val_every_n_epoch"),
+        "evaluations come after epochs: steps_per_epoch in settings/data_loading.json says how long one is, and "
+        "evaluation_interval in settings/training.json after how many",
+    ),
+    **dict.fromkeys(
+        ("limit_train_batches", "limit_val_batches", "fast_dev_run", "overfit_batches"),
+        "start a quick try with --limit-batches N",
+    ),
+    **dict.fromkeys(
+        ("steps_per_epoch", "epoch_steps", "step_min_items", "mixture"), "it is in settings/data_loading.json"
     ),
 }
 
@@ -165,8 +175,11 @@ def _shorten(value: Json) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def contradiction_problems(training: Mapping[str, Json], path: Path) -> Iterator[Problem]:
-    """Yield settings of training.json that are valid by themselves, but not together."""
+def contradiction_problems(contents: Mapping[str, Mapping[str, Json]], folder: Path) -> Iterator[Problem]:
+    """Yield settings that are valid by themselves, but not together."""
+    training = contents["training"]
+    path = folder / "training.json"
+    yield from _mixture_contradictions(contents, folder / "data_loading.json")
     for (key, value), (other_key, other_value), why in _CONTRADICTIONS:
         if training.get(key) == value and training.get(other_key) == other_value:
             yield Problem(
@@ -174,3 +187,20 @@ def contradiction_problems(training: Mapping[str, Json], path: Path) -> Iterator
                 f"{json.dumps(value)} does not go together with {other_key}: {json.dumps(other_value)}, because {why}",
                 "change one of them",
             )
+
+
+def _mixture_contradictions(contents: Mapping[str, Mapping[str, Json]], path: Path) -> Iterator[Problem]:
+    """Yield what does not go together with ``mixture``, which says by itself what a step holds."""
+    loading = contents["data_loading"]
+    if not loading.get("mixture"):
+        return
+    if loading.get("steps_per_epoch") is None:
+        what = "needs steps_per_epoch: mixed datasets do not end together, so an epoch cannot be one pass"
+        yield Problem(f"{path} (mixture)", what, 'add "steps_per_epoch": 100, for example')
+    # The frozen copy says 1, which is what the key is if it is left out.
+    if loading.get("step_min_items", 1) != 1:
+        what = "does not go together with mixture, whose weights say how many batches a step has"
+        yield Problem(f"{path} (step_min_items)", what, "remove one of them")
+    if contents["training"].get("lr_scaling"):
+        what = "does not go together with mixture: it scales by step_min_items, which mixture replaces"
+        yield Problem(f"{path.with_name('training.json')} (lr_scaling)", what, "remove one of them")

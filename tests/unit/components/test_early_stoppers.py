@@ -124,10 +124,10 @@ def test_update_without_a_new_evaluation_is_no_verdict() -> None:
     assert (stopper.improvement(), stopper.early_stop()) == (False, False)
 
 
-def test_stopper_that_would_never_stop_is_refused() -> None:
-    """Training without an end is not a plan."""
-    with pytest.raises(ValueError, match="max_epochs or patience"):
-        WeightedLossEarlyStopper()
+def test_limit_of_steps_is_a_number_of_steps() -> None:
+    """A training of no steps is not a plan."""
+    with pytest.raises(ValueError, match="max_steps must be 1 or more, but is 0"):
+        WeightedLossEarlyStopper(max_steps=0)
 
 
 def test_state_comes_back_with_the_same_bits(tmp_path: Path) -> None:

@@ -172,3 +172,27 @@ def test_warm_up_passes_the_start_epoch_on() -> None:
     listener = Listener()
     WarmupScheduler(optimizer_with(1.0), 1, listener).initialize(3)
     assert listener.heard == 4
+
+
+def test_warm_up_of_steps_goes_over_into_the_next_scheduler_at_once() -> None:
+    """Five steps of warm-up, two epochs of four steps: the decay begins inside the second epoch."""
+    optimizer = SGD([{"name": "all", "params": [torch.nn.Parameter(torch.zeros(1))]}], lr=1.0)
+    decay = TorchScheduler(StepLR(optimizer, step_size=1, gamma=0.5), per="step")
+    scheduler = WarmupScheduler(optimizer, warmup_steps=5, then=decay, start_factor=0.0)
+    scheduler.initialize(1)
+    rates = []
+    for _ in range(2):
+        scheduler.before_train_epoch(4)
+        for step in range(1, 5):
+            rates.append(optimizer.param_groups[0]["lr"])
+            scheduler.after_train_step(step)
+        scheduler.after_train_epoch()
+    assert rates == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("given", [{}, {"warmup_epochs": 1, "warmup_steps": 3}])
+def test_warm_up_is_given_in_one_unit(given: dict[str, int]) -> None:
+    """Neither and both would be a riddle."""
+    optimizer = SGD([{"name": "all", "params": [torch.nn.Parameter(torch.zeros(1))]}], lr=1.0)
+    with pytest.raises(ValueError, match="warmup_epochs or warmup_steps, and not both"):
+        WarmupScheduler(optimizer, **given)

@@ -61,11 +61,10 @@ def test_tiny_experiment_fits_together(tmp_path: Path) -> None:
     assert experiment.learning_rates() == {"heads": {"heads": 0.02}, "trunk": {"trunk": 0.01}}
 
 
-@pytest.mark.parametrize("family", ["data_transforms", "dataloaders", "module_transforms"])
-def test_every_dataset_needs_its_files(tmp_path: Path, family: str) -> None:
-    """A dataset without its transform, loader or module transform is told with the file to write."""
-    problems = problems_of(tmp_path, {f"{family}/b": None})
-    assert problems[0].where.endswith(f"pymodules/{family}/b.py")
+def test_every_dataset_needs_a_module_transform(tmp_path: Path) -> None:
+    """A dataset without one is told with the file to write: nothing can stand for what becomes of its batches."""
+    problems = problems_of(tmp_path, {"module_transforms/b": None})
+    assert problems[0].where.endswith("pymodules/module_transforms/b.py")
     assert "missing for dataset 'b'" in problems[0].what
 
 
@@ -171,13 +170,22 @@ def test_frozen_parameter_in_an_optimizer_is_told(tmp_path: Path) -> None:
     assert "frozen parameters must be in no optimizer, but '0.weight' are in heads" in problem.what
 
 
-@pytest.mark.parametrize("names", ["{}, {}", "{'name': 'x'}, {}", "{'name': 'x'}, {'name': 'x'}", "{'name': 1}, {}"])
+TWO_GROUPS = "[{**names, 'params': modules[head].parameters()} for names, head in zip(({}), ('head_a', 'head_b'))]"
+
+
+@pytest.mark.parametrize("names", ["{'name': 'group_1'}, {}", "{'name': 'x'}, {'name': 'x'}", "{'name': 1}, {}"])
 def test_param_groups_need_names_of_their_own(tmp_path: Path, names: str) -> None:
-    """Learning rates are stored by group name, so each has one and no two share it."""
-    text = "[{**names, 'params': modules[head].parameters()} for names, head in zip(({}), ('head_a', 'head_b'))]"
-    problem = only_problem(tmp_path, heads(text.replace("{}", names)))
+    """Learning rates are stored by group name, so no two groups share one."""
+    problem = only_problem(tmp_path, heads(TWO_GROUPS.replace("({})", f"({names})")))
     assert "optim_sched/heads.py" in problem.where
     assert "every param group must have a 'name' of its own" in problem.what
+
+
+@pytest.mark.parametrize(("names", "expected"), [("{}, {}", "group_0 group_1"), ("{'name': 'x'}, {}", "x group_1")])
+def test_group_without_a_name_is_named_after_its_place(tmp_path: Path, names: str, expected: str) -> None:
+    """Whoever has no use for names need not invent any."""
+    experiment = assembled(tmp_path, heads(TWO_GROUPS.replace("({})", f"({names})")))
+    assert list(experiment.learning_rates()["heads"]) == expected.split()
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "", "a\\nb", "a\\0b", "x" * 300])
@@ -229,7 +237,7 @@ def test_all_misfits_are_told_together(tmp_path: Path) -> None:
     files = {
         "data_counters/broken": "1 / 0\n",
         "dataloaders/a": "train_dataloader_args = {'batch_size': 0}\n",
-        "data_transforms/b": None,
+        "data_transforms/b": "from .a import NoSuchTransform\n",
         "module_transforms/b": "from .a import ModuleTransform\nloss_registers = ['loss_x']\n",
         "early_stopper": "early_stopper = 3\n",
     }
@@ -237,7 +245,6 @@ def test_all_misfits_are_told_together(tmp_path: Path) -> None:
     for place in ("broken.py:1", "dataloaders/a.py:1", "data_transforms/b.py", "module_transforms/b.py"):
         assert place in shown
     assert "early_stopper.py:1" in shown
-    assert "eval_dataloader_args is not defined" in shown
 
 
 def test_optimizer_function_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
@@ -287,7 +294,7 @@ def test_frozen_module_stays_in_evaluation_mode(tmp_path: Path) -> None:
 
 
 def test_problems_of_different_kinds_are_in_one_list(tmp_path: Path) -> None:
-    """An empty split, a group without a name and a scheduler that is none do not hide one another."""
+    """An empty split, two groups of one name and a scheduler that is none do not hide one another."""
     empty = "from ..utils.points import Points\ndataset = Points(0, 0)\n"
     plateau = """
 from torch.optim import SGD
@@ -295,7 +302,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 def create_optimizer(modules):
-    return SGD([*modules["head_a"].parameters(), *modules["head_b"].parameters()], lr=0.1)
+    heads = [modules["head_a"], modules["head_b"]]
+    return SGD([{"name": "head", "params": head.parameters()} for head in heads], lr=0.1)
 
 
 def create_scheduler(optimizer):

@@ -114,7 +114,7 @@ def test_flags_are_checked_before_the_start(several: Path, capsys: pytest.Captur
 
 def test_experiment_is_checked_before_the_start(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A broken experiment and one with results are refused without starting any process."""
-    run_inside(several, "--stop-after-epoch", "0")
+    run_inside(several, "--stop-after-epoch", "1")
     write_experiment(several, "second", training={"sede": 1})
     before = tree(several)
     assert call(several, "run", "tiny") == 3

@@ -136,7 +136,7 @@ def test_endless_import_is_ended_and_told(tmp_path: Path) -> None:
 
 def test_all_broken_files_are_told_at_once(tmp_path: Path) -> None:
     """One broken file does not hide the next."""
-    _, problems = load(tmp_path, data_counters__x="x = \n", data_counters__y="1 / 0\n", early_stopper=None)
+    _, problems = load(tmp_path, data_counters__x="x = \n", data_counters__y="1 / 0\n", early_stopper="x")
     places = " ".join(problem.where for problem in problems)
     assert all(name in places for name in ("x.py:1", "y.py:1", "early_stopper.py"))
 
@@ -157,16 +157,20 @@ def test_unknown_file_is_told_with_the_nearest(tmp_path: Path) -> None:
     assert "Did you mean 'early_stopper.py'?" in problem.what
 
 
-@pytest.mark.parametrize("single", ["checkpoint_saver", "early_stopper", "loss_weighter"])
-def test_missing_single_file_is_told(tmp_path: Path, single: str) -> None:
-    """Each of the three single files is needed."""
-    problem = only_problem(tmp_path, **{single: None})
-    assert problem.where.endswith(f"pymodules/{single}.py")
-    assert "missing" in problem.what
+@pytest.mark.parametrize("name", ["checkpoint_saver", "early_stopper", "loss_weighter", "data_transforms/b"])
+def test_file_of_ours_stands_for_one_that_is_left_out(tmp_path: Path, name: str) -> None:
+    """The file that is loaded instead is what the frozen copy will hold, and it is named."""
+    files = {f"pymodules/{name}.py": None}
+    loader = PymoduleLoader(write_experiment(tmp_path, files=files) / "pymodules", 0)
+    family, _, stem = name.rpartition("/")
+    module = loader.load()[family][stem]
+    assert not loader.problems
+    assert "defaults" in Path(str(module.__file__)).parts
+    assert [assumption.where for assumption in loader.assumptions] == [f"pymodules/{name}.py"]
 
 
 def test_empty_family_is_told(tmp_path: Path) -> None:
-    """A family without files is named, unless it is that of the counters."""
+    """A family without files is named, unless it has defaults or is not needed."""
     without = {"optim_sched__heads": None, "optim_sched__trunk": None, "data_counters__sides": None}
     problem = only_problem(tmp_path, **without)
     assert problem.where.endswith("pymodules/optim_sched")

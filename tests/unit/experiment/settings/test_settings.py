@@ -16,11 +16,13 @@ from pipeline.experiment.settings.settings import (
     LossRegister,
     LrScaling,
     MlflowSettings,
+    Settings,
     TrainingSettings,
     WandbSettings,
     differing_overrides,
     parse_settings,
     read_contents,
+    with_defaults,
 )
 from pipeline.experiment.settings.validation import SETTINGS_FILES, schema
 from tests.support.experiments import SETTINGS, write_experiment
@@ -57,8 +59,6 @@ WRONG = {
     "too large": ("training", '{"seed": 9223372036854775808}', "(seed)", "9223372036854775807 or less"),
     "huge integer": ("training", '{"seed": 1' + "0" * 400 + "}", "(seed)", "or less"),
     "not a choice": ("training", '{"precision": "fp8"}', "(precision)", '"fp16"'),
-    "missing key": ("data_loading", "{}", ":1", "'step_min_items' is missing"),
-    "missing nested key": ("logging", '{\n"progress_bar": {}}', ":2 (progress_bar)", "'enabled' is missing"),
     "missing key of a choice": ("training", '{"lr_scaling": {}}', "(lr_scaling)", "'base_items' is missing"),
     "unknown key of a choice": (
         "training",
@@ -94,7 +94,7 @@ def test_all_problems_of_all_files_are_told_at_once(tmp_path: Path) -> None:
     folder = folder_with(
         tmp_path, data_loading="{", logging='{"progress_bar": {"enabled": 1, "x": 2}}', training='{"sed": 1}'
     )
-    (folder / "loss_registers.json").unlink()
+    (folder / "loss_registers.json").write_text('{"loss_register": []}')
     files = [Path(problem.where).name.split(".")[0] for problem in problems_of(folder)]
     assert files == ["data_loading", "logging", "logging", "loss_registers", "training"]
 
@@ -115,11 +115,20 @@ def test_unknown_settings_file_is_told_with_the_nearest(tmp_path: Path) -> None:
     assert "Did you mean 'training.json'?" in problem.what
 
 
-def test_training_file_is_optional(tmp_path: Path) -> None:
-    """Without training.json every key has its default."""
-    folder = folder_with(tmp_path)
-    (folder / "training.json").unlink()
-    assert parse_settings(read_contents(folder)).training == TrainingSettings()
+def test_every_file_is_optional(tmp_path: Path) -> None:
+    """Without any file every key has its default; the registers follow from the module transforms."""
+    settings = parse_settings(read_contents(tmp_path / "nothing"))
+    assert settings == Settings(1, LoggingSettings(), (), TrainingSettings())
+
+
+@pytest.mark.parametrize("name", SETTINGS_FILES)
+def test_filled_contents_mean_the_same(home: Path, name: str) -> None:
+    """What the frozen copy says in addition changes nothing, passes its schema, and is filled in once."""
+    contents = read_contents(home / "experiment_settings/tiny/settings")
+    filled = with_defaults(contents)
+    Draft202012Validator(schema(name)).validate(filled[name])
+    assert parse_settings(filled) == parse_settings(contents)
+    assert with_defaults(filled) == filled
 
 
 def test_empty_training_file_is_not_an_absent_one(tmp_path: Path) -> None:
@@ -169,7 +178,8 @@ def test_training_defaults_are_those_of_the_schema() -> None:
 def test_logging_defaults_are_those_of_the_schema() -> None:
     """The defaults of the logging file agree, except those of switches named after their section."""
     properties = schema("logging")["properties"]
-    expected = schema_defaults(properties["progress_bar"]) | schema_defaults(properties["text"])
+    bar = schema_defaults(properties["progress_bar"])
+    expected = {"progress_bar": bar.pop("enabled"), **bar, **schema_defaults(properties["text"])}
     found = defaults_of(LoggingSettings)
     assert {key: found[key] for key in expected} == expected
     assert found["tensorboard"] == schema_defaults(properties["tensorboard"])["enabled"]

@@ -19,5 +19,5 @@ def test_no_engine_is_passed_over_silently() -> None:
     """Sharded modules have an engine of their own, so every other that one can ask for is refused with them."""
     keys = schema("training")["properties"]["gradient_reduction"]
     for name in set(keys["enum"]) - {keys["default"]}:
-        training = {"parallelism": FSDP, "gradient_reduction": name}
-        assert list(contradiction_problems(training, Path("training.json"))), name
+        contents = {"data_loading": {}, "training": {"parallelism": FSDP, "gradient_reduction": name}}
+        assert list(contradiction_problems(contents, Path("settings"))), name

@@ -1,0 +1,5 @@
+"""All losses count alike."""
+
+from pipeline.components import UniformLossWeighter
+
+loss_weighter = UniformLossWeighter()

@@ -1,0 +1,8 @@
+"""Which weights are trained, and how."""
+
+from torch.optim import AdamW
+
+
+def create_optimizer(modules):
+    # Every weight of a module that is not frozen must be in exactly one optimizer.
+    return AdamW([{"name": name, "params": modules[name].parameters()} for name in ["MODULE"]], lr=1e-3)
