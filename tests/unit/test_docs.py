@@ -19,6 +19,7 @@ from pipeline import __main__ as helper
 from pipeline import components
 from pipeline.arguments import parse_arguments
 from pipeline.commands import status
+from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.validation import SETTINGS_FILES, schema
 from tests.support.markdown import DOCS, ROOT, commands, section, sections, snippets, table_rows
 
@@ -269,7 +270,8 @@ def schema_keys(rules: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if "default" in inner:
             default = f"`{json.dumps(inner['default'])}`"
         else:
-            default = "required" if key in rules.get("required", []) else "`{}`"
+            otherwise = "`{}`" if "properties" in inner else "derived"
+            default = "required" if key in rules.get("required", []) else otherwise
         yield f"{prefix}{key}", default
         places = [(f"{prefix}{key}.", inner), (f"{prefix}{key}[].", inner.get("items", {}))]
         for place, content in places:
@@ -296,7 +298,7 @@ def test_settings_snippets_are_valid(name: str) -> None:
 def test_every_settings_snippet_belongs_to_a_file() -> None:
     """No JSON example of the page escapes the check above."""
     homes = [part.heading for part in sections(SETTINGS) if part.snippets("json")]
-    assert homes == [f"{name}.json" for name in SETTINGS_FILES]
+    assert homes == [f"{name}.json" for name in (*SETTINGS_FILES, PARAMETERS)]
 
 
 @pytest.mark.parametrize("family", BASES)
