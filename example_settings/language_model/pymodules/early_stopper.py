@@ -1,0 +1,3 @@
+from pipeline.components import WeightedLossEarlyStopper, parameters
+
+early_stopper = WeightedLossEarlyStopper(max_steps=parameters.num_steps)
