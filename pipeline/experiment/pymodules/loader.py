@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

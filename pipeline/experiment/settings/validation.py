@@ -40,7 +40,10 @@ _CONTRADICTIONS = (
     ),
 )
 # What other trainers call things, and where they are set here.
-_OPTIMIZER = "the optimizer and its learning rate are created in pymodules/optim_sched/*.py"
+_OPTIMIZER = (
+    "the optimizer and its learning rate are created in pymodules/optim_sched/*.py; a value that you tune goes into "
+    "settings/parameters.json"
+)
 _STEPS = (
     "a step takes batches until it holds step_min_items items (settings/data_loading.json); the size of one batch is "
     "batch_size in pymodules/dataloaders/*.py"
