@@ -45,17 +45,17 @@ def test_all_that_is_wrong_with_an_experiment_is_listed_at_once(home: Path) -> N
     """Broken JSON, keys, types, ranges, missing files, imports, names and signatures stand in one list."""
     files: dict[str, str | None] = {
         "settings/data_loading.json": '{\n  "step_min_items": 14,\n}\n',
-        "settings/loss_registers.json": None,
+        "settings/loss_registers.json": '{"loss_register": []}',
         "pymodules/modules/trunk.py": "import nowhere\n",
         "pymodules/modules/head_a.py": "modul = 3\nsettings = {}\n",
         "pymodules/optim_sched/heads.py": "def create_optimizer():\n    pass\n",
-        "pymodules/loss_weighter.py": None,
+        "pymodules/loss_weighter.py": "loss_weigher = 3\n",
     }
     write_experiment(home, "wrong", files=files, training={"sed": 1, "seed": -1, "precision": 8})
     place = f"{home}/experiment_settings/wrong"
     said = [
         f"{place}/settings/data_loading.json:3:1: Expected a key in double quotes (a comma before a closing bracket",
-        f"{place}/settings/loss_registers.json: must be a file, but there is none",
+        f"{place}/settings/loss_registers.json:1 (loss_register): unknown key 'loss_register'",
         f"{place}/settings/training.json:5 (sed): unknown key 'sed'",
         "Did you mean 'seed'?",
         f"{place}/settings/training.json:2 (seed): must be 0 or more, but is -1 instead",
@@ -64,8 +64,7 @@ def test_all_that_is_wrong_with_an_experiment_is_listed_at_once(home: Path) -> N
         "fix: pip install nowhere",
         "head_a.py: module is not defined. Did you mean 'modul'?",
         "heads.py:1: create_optimizer must be a function create_optimizer(modules), but is create_optimizer()",
-        "fix: def create_scheduler(optimizer)",
-        "loss_weighter.py: the file is missing",
+        "loss_weighter.py: loss_weighter is not defined. Did you mean 'loss_weigher'?",
     ]
     check_refused(home, name="wrong", code=2, said=said)
 

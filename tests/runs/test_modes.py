@@ -173,10 +173,10 @@ def test_plain_python_and_torchrun_with_one_process_give_the_same_bits(home: Pat
 
 def test_overrides_are_frozen_into_the_copy(home: Path) -> None:
     """--set is written into the copied settings and rules every later start."""
-    run_inside(home, "--set", "training.seed=11", "--stop-after-epoch", "0")
+    run_inside(home, "--set", "training.seed=11", "--stop-after-epoch", "1")
     assert json.loads((home / RESULTS / "settings/training.json").read_text())["seed"] == 11
     assert json.loads((home / "experiment_settings/tiny/settings/training.json").read_text())["seed"] == 3
-    assert run_inside(home, "--auto", "--set", "training.seed=11", "--stop-after-epoch", "0").epoch == 1
+    assert run_inside(home, "--auto", "--set", "training.seed=11", "--stop-after-epoch", "1").epoch == 2
     with pytest.raises(UsageError, match=r"training.seed=12 would change settings that are frozen"):
         run_inside(home, "--auto", "--set", "training.seed=12")
 

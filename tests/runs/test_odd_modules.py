@@ -139,9 +139,8 @@ def test_collective_inside_a_batch_is_explained_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("max_steps", "max_epochs of the early stopper in pymodules/early_stopper.py"),
         ("gradient_accumulation_steps", "step_min_items items (settings/data_loading.json)"),
-        ("epochs", "max_epochs of the early stopper"),
+        ("epochs", "max_epochs or max_steps, both in settings/training.json"),
         ("lr", "created in pymodules/optim_sched/*.py"),
         ("batch_size", "an argument in pymodules/dataloaders/*.py"),
         ("device", "--device cpu"),

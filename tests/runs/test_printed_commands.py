@@ -302,7 +302,7 @@ def test_command_names_the_way_a_run_was_launched(words: list[str], home: Path) 
     folder = Path(sys.executable).parent
     found = {"PATH": f"{folder}:{os.environ['PATH']}"}
     line = shlex.join([*words, "tiny", "--data-home", str(home)])
-    stopped = paste(f"{line} --stop-after-epoch 0", env=found)
+    stopped = paste(f"{line} --stop-after-epoch 1", env=found)
     assert f"next: {line} --resume" in stopped.stdout + stopped.stderr
     program = str(folder.relative_to(ROOT) / words[0])
     elsewhere = paste(shlex.join([program, *words[1:], "tiny", "--data-home", str(home)]))

@@ -44,7 +44,9 @@ def test_exception_shows_the_authors_frames_and_loses_nothing(home: Path, place:
     (home / "broken").touch()
     done = run_process(home, "--resume")
     assert done.returncode == 1
-    assert f"{home / RESULTS / file}" in done.stderr
+    # The copy is still what the author wrote, so the frames name the file that the author knows.
+    assert f"{home / 'experiment_settings/tiny' / file}" in done.stderr
+    assert f"repair it in {home / RESULTS / 'pymodules'}, the copy that runs" in done.stderr
     assert "ValueError: boom" in done.stderr
     assert "pipeline/training" not in done.stderr
     assert "ValueError: boom" in (home / "experiment_logs/tiny/train.log").read_text()
