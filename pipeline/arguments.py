@@ -98,7 +98,7 @@ def parse_arguments(words: list[str] | None = None) -> Arguments:
     contradiction = _contradiction(mode, parsed, overrides)
     if contradiction:
         _parser().error(contradiction)
-    # A try is never continued: each starts anew.
+    # A try is never continued.
     mode = mode if parsed["limit_batches"] is None else RESET
     return Arguments(mode=mode, overrides=tuple(overrides), **parsed)
 
@@ -116,7 +116,7 @@ def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> s
     except UsageError as error:
         return str(error)
     if mode != START and parsed["limit_batches"] is not None:
-        return f"--limit-batches starts a try anew each time and must stand without --{mode}."
+        return f"--limit-batches does not go together with --{mode}: a quick try always starts from the beginning."
     if mode == RESUME and overrides:
         name = str(parsed["experiment"])
         home = data_home(parsed["data_home"])

@@ -153,6 +153,7 @@ def _problems(document: Document, error: ValidationError) -> Iterator[Problem]:
             "exclusiveMinimum": f"greater than {limit}",
             "minLength": f"at least {limit} character long",
             "minItems": f"a list of at least {limit}",
+            "minProperties": f"an object with at least {limit} key",
             "pattern": "made of letters, digits, '_', '-' and '.'",
         }
         must = sentences.get(str(error.validator), error.message)
