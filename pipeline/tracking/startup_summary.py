@@ -105,10 +105,11 @@ def step_lines(plan: StepPlan, experiment: Experiment, processes: Processes) -> 
     settings = experiment.settings
     max_batches = plan.max_batches
     if settings.mixture is None:
-        content = f"at least {settings.step_min_items} items in up to {max_batches} batches"
+        items = shown_number(settings.step_min_items, "item", "items")
+        content = f"at least {items} in up to {shown_number(max_batches, 'batch', 'batches')}"
     else:
         mixed = ", ".join(f"{weight:g} of {name}" for name, weight in settings.mixture.items())
-        content = f"up to {max_batches} batches: {mixed} on average"
+        content = f"up to {shown_number(max_batches, 'batch', 'batches')}: {mixed} on average"
     end = "" if plan.max_steps is None else f"; {plan.max_steps} in all"
     yield f"steps: {plan.num_steps} per epoch of {content}{end}"
     if settings.limit_batches is not None:

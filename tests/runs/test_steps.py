@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.errors import PipelineError
 from pipeline.progress import Progress
 from pipeline.store.compare import first_difference, read_any
+from pipeline.training import step_plan
 from tests.crash.campaign import live
 from tests.support.experiments import FILES, write_experiment
 from tests.support.running import run_inside, run_process
@@ -107,6 +109,14 @@ def test_stops_and_verbs_follow_the_plan(tmp_path: Path, plan: str, capsys: pyte
     assert call(parts, "replay", "tiny", "--epoch", "3", "--step", "2") == 0
     assert "identical to the record" in capsys.readouterr().out
     assert call(parts, "report", "tiny") == 0
+
+
+def test_results_of_another_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that would plan other batches says so instead of continuing with them."""
+    run_inside(write(tmp_path, "passes"), "--stop-after-epoch", "1")
+    monkeypatch.setattr(step_plan, "PLAN_VERSION", 2)
+    with pytest.raises(PipelineError, match="started with version 1 of the plan of its batches"):
+        run_inside(tmp_path, "--resume")
 
 
 @pytest.mark.slow
