@@ -9,9 +9,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline import __main__ as helper
 from pipeline import arguments
 from pipeline.commands import status
+from pipeline.verbs import VERBS
 
 COMMAND = "python -m docs.cli"
 PAGE = Path(__file__).parent / "reference/cli.md"
@@ -78,7 +78,17 @@ _VERIFY = ("Verify, replay and repair", "../how_to/verify_and_repair.md")
 _SECTIONS = {
     "new": Section({0: "written", 2: "no such template or experiment", 3: "the experiment exists"}, *_WRITE),
     "check": Section({0: "no problems found", 2: "problems, or no such experiment"}, *_WRITE),
-    "run": Section({0: "started in the background; in front, the exit code is torchrun's"}, *_RUN),
+    "train": Section(
+        {
+            0: "finished, nothing to do, or stopped on request and resumable",
+            1: "anything that is not below: a crash, a full disk, a lost process, damaged results",
+            2: "wrong command line, or an experiment that cannot run",
+            3: "results exist, are missing, or are in use",
+            128: "plus the number of a signal: a process was ended by it",
+        },
+        *_RUN,
+    ),
+    "run": Section({0: "started in the background; in front, the exit codes are those of `train`"}, *_RUN),
     "launch": Section({0: "started", 3: "one of them is running or waiting already"}, *_RUN),
     "slurm": Section(
         {
@@ -142,6 +152,7 @@ _SECTIONS = {
         },
         *_VERIFY,
     ),
+    "completion": Section({0: "printed"}, *_RUN),
 }
 # Several states have the same code, so that they are no part of the sections above.
 _STATES = {
@@ -158,16 +169,16 @@ def page() -> str:
     """Return the page as the parsers say it now."""
     training = arguments._parser()
     parts = [
-        _HEAD + "".join(f"| [`{verb}`](#{verb}) | {summary} |\n" for verb, summary in helper._VERBS.items()),
+        _HEAD + "".join(f"| [`{verb}`](#{verb}) | {summary} |\n" for verb, summary in VERBS.items()),
         _COMMON,
         f"## {TRAINING}\n\n{training.description}\n",
         *_describe(f"torchrun --nproc-per-node=N {TRAINING}", training, _TRAINING),
     ]
-    for verb, summary in helper._VERBS.items():
+    for verb, summary in VERBS.items():
         module = import_module(f"pipeline.commands.{verb.replace('-', '_')}")
         parser = argparse.ArgumentParser(epilog=module.EXAMPLE)
         module.add_arguments(parser)
-        parts += [f"## {verb}\n\n{summary}\n", *_describe(f"python -m pipeline {verb}", parser, _SECTIONS[verb])]
+        parts += [f"## {verb}\n\n{summary}\n", *_describe(f"training-pipeline {verb}", parser, _SECTIONS[verb])]
     return "\n".join(parts)
 
 

@@ -7,18 +7,22 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+import pipeline
 from pipeline.command_lines import verb_line
 from pipeline.errors import UsageError
 from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths, check_name, data_home, settings_names
 
+VERSION = f"training-pipeline {pipeline.__version__}"
+DATA_HOME_HELP = f"default: ${DATA_HOME_VARIABLE}, else the current folder"
 DEVICE_HELP = "cpu: do not use the accelerators of this machine (default: one for each process, if there are any)"
 START = "start"
 RESUME = "resume"
 RESET = "reset"
 AUTO = "auto"
+_OPTIONS_WITH_VALUES = ("stop_after_epoch", "device", "limit_batches")
 # Results of a quick try have the name of the experiment with this behind it.
 TRY_SUFFIX = ".try"
 
@@ -57,6 +61,22 @@ class Arguments:
         return ExperimentPaths(home, f"{self.experiment}{TRY_SUFFIX}", self.experiment)
 
     @property
+    def flags(self) -> list[str]:
+        """The options of a command line that asks for the same, without the experiment and the data home."""
+        words = set_flags(self.overrides)
+        # A try begins afresh by itself, and takes no mode.
+        if self.mode != START and self.limit_batches is None:
+            words.append(f"--{self.mode}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            option = f"--{field.name.replace('_', '-')}"
+            if value is True:
+                words.append(option)
+            elif field.name in _OPTIONS_WITH_VALUES and value is not None:
+                words += [option, str(value)]
+        return words
+
+    @property
     def all_overrides(self) -> tuple[str, ...]:
         """The overrides with the two flags that are short for one."""
         return (
@@ -91,16 +111,26 @@ def is_rank_zero() -> bool:
 
 def parse_arguments(words: list[str] | None = None) -> Arguments:
     """Parse the command line; a wrong one ends the process with exit code 2."""
-    parsed = vars(_parser().parse_args(words))
-    flags = {mode: parsed.pop(mode) for mode in (RESUME, RESET, AUTO)}
-    mode = next((mode for mode, is_given in flags.items() if is_given), START)
-    overrides = parsed.pop("set")
-    contradiction = _contradiction(mode, parsed, overrides)
+    parsed = _parser().parse_args(words)
+    try:
+        return read_arguments(parsed)
+    except UsageError as error:
+        _parser().error(str(error))
+
+
+def read_arguments(parsed: argparse.Namespace) -> Arguments:
+    """Return what was asked for, or refuse options that contradict each other."""
+    mode = next((mode for mode in (RESUME, RESET, AUTO) if getattr(parsed, mode)), START)
+    contradiction = _contradiction(mode, vars(parsed), parsed.set)
     if contradiction:
-        _parser().error(contradiction)
-    # A try is never continued.
-    mode = mode if parsed["limit_batches"] is None else RESET
-    return Arguments(mode=mode, overrides=tuple(overrides), **parsed)
+        raise UsageError(contradiction)
+    others = {field.name for field in fields(Arguments)} - {"mode", "overrides"}
+    return Arguments(
+        # A try is never continued.
+        mode=mode if parsed.limit_batches is None else RESET,
+        overrides=tuple(parsed.set),
+        **{name: getattr(parsed, name) for name in others},
+    )
 
 
 def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> str | None:
@@ -135,12 +165,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=VERSION)
+    parser.add_argument("--data-home", metavar="DIR", help=DATA_HOME_HELP)
+    add_training_options(parser)
+    return parser
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a run can be asked for, but for the data home."""
     parser.add_argument("experiment", nargs="?", help="name of a folder below experiment_settings")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--resume", action="store_true", help="continue an unfinished experiment from its last commit")
     mode.add_argument("--reset", action="store_true", help="delete the experiment's results and logs, then start")
     mode.add_argument("--auto", action="store_true", help="start, continue or do nothing, whichever is right")
-    parser.add_argument("--data-home", metavar="DIR", help=f"default: ${DATA_HOME_VARIABLE}, else the current folder")
     add_set_option(parser)
     parser.add_argument("--deterministic", action="store_true", help="short for --set training.deterministic=true")
     parser.add_argument("--no-validate", action="store_true", help="short for --set training.evaluation_interval=0")
@@ -158,7 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         help="resume although files of the frozen copy inside the results were edited",
     )
     parser.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
-    return parser
 
 
 def add_set_option(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -10,15 +10,33 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.paths import DATA_HOME_VARIABLE, data_home
 
 # Set by verbs that start torchrun themselves: the verb and its options, as one shell line.
 LAUNCH_VARIABLE = "TRAINING_PIPELINE_LAUNCH"
-_CONSOLE_COMMAND = "training-pipeline"
+CONSOLE_COMMAND = "training-pipeline"
 _ENTRY = "training_pipeline"
 _ROOT = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def launched_by(verb: str, options: Sequence[str]) -> Iterator[None]:
+    """In this block, and in processes that it starts, messages name this verb with these options.
+
+    A verb that has started this process knows better.
+    """
+    if LAUNCH_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[LAUNCH_VARIABLE] = shlex.join([verb, *options])
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCH_VARIABLE]
 
 
 def run_line(experiment: str, home: Path, *flags: str, num_processes: int | None = None) -> str:
@@ -27,9 +45,12 @@ def run_line(experiment: str, home: Path, *flags: str, num_processes: int | None
     launch = os.environ.get(LAUNCH_VARIABLE)
     if launch:
         verb, *own_options = shlex.split(launch)
-        return verb_line(verb, experiment, home, *own_options, *(["--", *flags] if flags else []))
-    if Path(sys.argv[0]).name == _CONSOLE_COMMAND and not has_launcher():
-        return shlex.join([show_program(_CONSOLE_COMMAND), experiment, *options])
+        # Every other verb has options of its own; those of the training run stand behind two dashes.
+        dashes = ["--"] if flags and verb != "train" else []
+        return verb_line(verb, experiment, home, *own_options, *dashes, *flags)
+    if Path(sys.argv[0]).name == CONSOLE_COMMAND and not has_launcher():
+        processes = ["--nproc", str(num_processes)] if num_processes else []
+        return shlex.join([show_program(CONSOLE_COMMAND), "train", experiment, *processes, *options])
     if has_launcher():
         num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return shlex.join([*_launcher(num_processes), *_entry(), experiment, *options])
@@ -43,9 +64,13 @@ def verb_line(verb: str, experiment: str | None, home: Path, *words: str) -> str
         flags = own_words[own_words.index("--") :]
         own_words = own_words[: own_words.index("--")]
     named = [] if experiment is None else [experiment]
-    line = shlex.join([*_python(), "-m", "pipeline", verb, *named, *own_words, *home_option(home), *flags])
+    words_behind = [verb, *named, *own_words, *home_option(home), *flags]
+    command = Path(sys.executable).parent / CONSOLE_COMMAND
+    if _is_importable() and command.exists():
+        return shlex.join([show_program(CONSOLE_COMMAND), *words_behind])
+    line = shlex.join([*_python(), "-m", "pipeline", *words_behind])
     # A checkout that is not installed is found only from its own folder.
-    return line if _is_importable() or _current_folder() == _ROOT else f"PYTHONPATH={shlex.quote(str(_ROOT))} {line}"
+    return line if _current_folder() == _ROOT else f"PYTHONPATH={shlex.quote(str(_ROOT))} {line}"
 
 
 def home_option(home: Path) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import UsageError
+from pipeline.verbs import VERBS
 
 # Folders of a data home.
 SETTINGS_FOLDER = "experiment_settings"
@@ -53,6 +54,8 @@ def check_name(name: str, what: str = "experiment name") -> str:
         raise UsageError(
             f"In a grouped name, {', '.join(sorted(RESERVED))} must not be a part, but it is {name!r} instead."
         )
+    if name in VERBS:
+        raise UsageError(f"The {what} must not be the name of a verb, but it is {name!r}.")
     if name.startswith("-"):
         raise UsageError(f"The {what} must not start with '-', but it is {name!r} instead.")
     return name

@@ -15,8 +15,6 @@ from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from pipeline.arguments import Arguments, is_rank_zero
 from pipeline.command_lines import has_launcher, run_line, verb_line
 from pipeline.distributed.peer_monitor import Loss
@@ -109,7 +107,7 @@ def _exit_without_peer(processes: Processes, paths: ExperimentPaths | None, to_c
 
 def _write_last_message(failure: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
     """Leave a last message in the log, in the journal and where torchrun looks for it."""
-    _record_for_torchrun(failure)
+    _record_failure(str(failure), failure.exit_code)
     log_file_only(str(failure))
     if paths is not None and read_current_manifest(paths):
         journal = Journal(paths.journal_file, processes.rank)
@@ -150,7 +148,7 @@ def _report_refusal(error: PipelineError, processes: Processes, paths: Experimen
     if speaks:
         print(f"\n{error}", file=sys.stderr, flush=True)
         _log_traceback(error, processes, None if error.is_shared else paths)
-    _record_for_torchrun(error)
+    _record_failure(str(error), error.exit_code)
     # torchrun ends the others as soon as one fails, so the message must be out before.
     if error.is_shared and processes.has_joined:
         processes.barrier()
@@ -161,16 +159,14 @@ def _report_refusal(error: PipelineError, processes: Processes, paths: Experimen
 def _report_crash(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> None:
     """Print the traceback of the first rank that failed, with what can be done about it."""
     _log_traceback(error, processes, paths)
+    # Of an author's mistake only the author's own frames: those of the pipeline say nothing about it.
+    text = author_frames(error) or _format_traceback(error)
+    text += "".join(f"  {line}\n" for line in (_remedies(error, paths) if paths else ()))
     if processes.is_first(_TO_FAIL):
-        # Of an author's mistake only the author's own frames: those of the pipeline say nothing about it.
-        text = author_frames(error) or _format_traceback(error)
-        print(f"\nrank {processes.rank} failed:\n{text}", file=sys.stderr)
-        for line in _remedies(error, paths) if paths else ():
-            print(f"  {line}", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"\nrank {processes.rank} failed:\n{text}", end="", file=sys.stderr, flush=True)
     else:
         time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
-    get_error_handler().record_exception(error)
+    _record_failure(text, 1, _format_traceback(error))
 
 
 def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
@@ -213,12 +209,12 @@ def _format_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
-def _record_for_torchrun(error: PipelineError) -> None:
-    """Leave the message where torchrun looks for it, so that its table points to the message above it."""
+def _record_failure(text: str, exit_code: int, callstack: str = _SEE_ABOVE) -> None:
+    """Leave a message where torchrun and the verb ``train`` look for it; torchrun shows ``callstack`` in its table."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        more = {"py_callstack": _SEE_ABOVE, "timestamp": str(int(time.time()))}
-        message = {"message": str(error), "errorCode": error.exit_code, "extraInfo": more}
+        more = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+        message = {"message": text, "errorCode": exit_code, "extraInfo": more}
         # The run has failed already; a full disk must not hide why.
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))

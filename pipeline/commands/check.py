@@ -28,7 +28,7 @@ from pipeline.tracking.startup_summary import WARNING_MARK, first_block, step_li
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.step_plan import create_plan
 
-EXAMPLE = "example:\n  python -m pipeline check digits --set data_loading.step_min_items=128"
+EXAMPLE = "example:\n  training-pipeline check digits --set data_loading.step_min_items=128"
 _MAX_SHOWN_NAMES = 5
 
 

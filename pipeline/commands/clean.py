@@ -21,7 +21,7 @@ from pipeline.system.disk import Disk
 from pipeline.system.files import num_bytes
 from pipeline.system.formatting import shown_bytes
 
-EXAMPLE = "example:\n  python -m pipeline clean digits --keep epoch_10 --yes"
+EXAMPLE = "example:\n  training-pipeline clean digits --keep epoch_10 --yes"
 _POOLS = f"{MODULE_CKPS}/"
 _OPTIMIZERS = f"{OPTIM_CKPS}/"
 _LOGS = "logs"

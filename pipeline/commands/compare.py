@@ -15,7 +15,7 @@ from pipeline.monitoring.experiment_state import ExperimentState, read_existing_
 from pipeline.paths import ExperimentPaths, data_home, results_names
 from pipeline.system.formatting import as_json, flat, shown_value, table
 
-EXAMPLE = "example:\n  python -m pipeline compare digits variant --csv > both.csv"
+EXAMPLE = "example:\n  training-pipeline compare digits variant --csv > both.csv"
 # The values of one experiment by their names, as JSON has them.
 Facts = dict[str, object]
 

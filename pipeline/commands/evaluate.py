@@ -25,10 +25,10 @@ from pipeline.worker import exit_now, run_in_group
 
 EXAMPLE = """\
 examples:
-  python -m pipeline evaluate digits --split test
-  torchrun --nproc-per-node=2 -m pipeline evaluate digits --out digits.json
-  python -m pipeline evaluate digits --shard 0/2 --out shard_0.npz
-  python -m pipeline evaluate --merge shard_0.npz shard_1.npz --out all.json"""
+  training-pipeline evaluate digits --split test
+  torchrun --nproc-per-node=2 -m training_pipeline evaluate digits --out a.json
+  training-pipeline evaluate digits --shard 0/2 --out shard_0.npz
+  training-pipeline evaluate --merge shard_0.npz shard_1.npz --out all.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

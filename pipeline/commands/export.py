@@ -17,10 +17,10 @@ from pipeline.system.formatting import shown_bytes, shown_number
 
 EXAMPLE = """\
 examples:
-  python -m pipeline export digits --out digits.pt
-  python -m pipeline export left:best:trunk right:last:head --out 2.safetensors
-  python -m pipeline export left right --rename right:head=other --out both.pt
-  python -m pipeline export resnet.pth --strip-prefix module. --out clean.pt"""
+  training-pipeline export digits --out digits.pt
+  training-pipeline export left:best:trunk right:last:head --out 2.safetensors
+  training-pipeline export left right --rename right:head=other --out both.pt
+  training-pipeline export resnet.pth --strip-prefix module. --out clean.pt"""
 _FILE = re.compile(r"(?P<file>.+\.(?:pt|pth|safetensors))(?::(?P<entry>[^:]+))?")
 _MAX_SHOWN = 10
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+")

@@ -15,7 +15,7 @@ from pipeline.store.lock import check_free
 from pipeline.store.verify import Inspection, inspect
 from pipeline.system.formatting import shown_bytes
 
-EXAMPLE = "example:\n  python -m pipeline fsck digits"
+EXAMPLE = "example:\n  training-pipeline fsck digits"
 _MAX_SHOWN = 20
 
 

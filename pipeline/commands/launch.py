@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from itertools import combinations, pairwise
 
 from pipeline.arguments import add_set_option, set_flags
 from pipeline.command_lines import verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
-from pipeline.launch.torchrun_command import TrainingLine, start_in_background, training_line
+from pipeline.launch.torchrun_command import ENTRY, TrainingLine, start_in_background, training_line
 from pipeline.lifecycle.mode import check_known
 from pipeline.monitoring.experiment_state import LIVE, state_of
 from pipeline.paths import ExperimentPaths, data_home
 
 EXAMPLE = """\
 examples:
-  python -m pipeline launch digits:0-6 letters:7
-  python -m pipeline launch stage_1:0-3 then stage_2:0-3
-  python -m pipeline launch a b --set a:parameters.lr=1 --set b:parameters.lr=2"""
+  training-pipeline launch digits:0-6 letters:7
+  training-pipeline launch stage_1:0-3 then stage_2:0-3
+  training-pipeline launch a b --set a:parameters.lr=1 --set b:parameters.lr=2"""
 THEN = "then"
 _DEFAULT_FLAGS = ["--auto"]
 Chain = list[TrainingLine]
@@ -131,14 +130,14 @@ def check_free_to_start(everyone: Chain) -> None:
 
 def _write_script(chain: Chain, num_processes: int) -> str:
     """Return shell lines: each experiment after the first only once the one before has finished."""
-    lines = [chain[0].to_shell(num_processes)]
+    lines = [chain[0].to_shell(chain[0].train_words, num_processes)]
     for before, line in pairwise(chain):
-        # torchrun ends with 0 also after a stop, so status is asked: its exit code is 0 for finished alone.
-        status = [sys.executable, "-m", "pipeline", "status", before.paths.name, "--exit-code"]
+        # A run that was stopped ends with 0, too, so status is asked: its exit code is 0 for finished alone.
+        status = [*ENTRY, "status", before.paths.name, "--exit-code"]
         reason = f"{before.paths.name} has not finished, so {line.paths.name} is not started"
         lines.append(
             f"{shlex.join([*status, '--data-home', str(before.paths.home)])} > /dev/null || "
             f"{{ echo {shlex.quote(reason)}; exit 1; }}"
         )
-        lines.append(line.to_shell(num_processes))
+        lines.append(line.to_shell(line.train_words, num_processes))
     return "\n".join(lines)

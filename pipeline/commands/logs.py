@@ -15,7 +15,7 @@ from pipeline.monitoring.experiment_state import LIVE, state_of
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.system.files import last_lines
 
-EXAMPLE = "examples:\n  python -m pipeline logs digits -f\n  python -m pipeline logs digits --rank 1"
+EXAMPLE = "examples:\n  training-pipeline logs digits -f\n  training-pipeline logs digits --rank 1"
 _SECONDS_BETWEEN_LOOKS = 0.3
 
 

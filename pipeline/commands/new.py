@@ -20,10 +20,10 @@ from pipeline.system.formatting import table
 
 EXAMPLE = """\
 examples:
-  python -m pipeline new my_digits --set parameters.lr=1e-3
-  python -m pipeline new mine --template minimal
-  python -m pipeline new mine --empty --dataset houses --module net
-  python -m pipeline new variant --from mine"""
+  training-pipeline new my_digits --set parameters.lr=1e-3
+  training-pipeline new mine --template minimal
+  training-pipeline new mine --empty --dataset houses --module net
+  training-pipeline new variant --from mine"""
 _DEFAULT_TEMPLATE = "digits"
 _DEFAULT_DATASETS = ["data"]
 _DEFAULT_MODULES = ["net"]
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
         print("\n".join(table([[name, describe_template(name)] for name in templates()])))
         return 0
     if arguments.experiment is None:
-        raise UsageError("Say which experiment to write.", "python -m pipeline new my_digits")
+        raise UsageError("Say which experiment to write.", "training-pipeline new my_digits")
     if not arguments.empty and (arguments.dataset or arguments.module):
         raise UsageError("--dataset and --module name the stubs of --empty, which is not given.")
     paths = ExperimentPaths(data_home(arguments.data_home), arguments.experiment)

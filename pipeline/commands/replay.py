@@ -22,7 +22,7 @@ from pipeline.system.formatting import shown_number
 from pipeline.tracing.past_step import copy_commit, find_commit_before, read_recorded_step
 from pipeline.tracing.retrace import Plan, read_trace, retrace, scratch_home
 
-EXAMPLE = "example:\n  python -m pipeline replay digits --epoch 3 --step 17"
+EXAMPLE = "example:\n  training-pipeline replay digits --epoch 3 --step 17"
 _TRACE = "replay"
 _MAX_SHOWN_POINTS = 12
 _VERDICTS = {

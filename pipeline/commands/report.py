@@ -11,7 +11,7 @@ from pipeline.paths import ExperimentPaths, data_home
 from pipeline.report.page import write_report
 from pipeline.system.formatting import shown_bytes
 
-EXAMPLE = "example:\n  python -m pipeline report digits my_digits --out both.html"
+EXAMPLE = "example:\n  training-pipeline report digits my_digits --out both.html"
 _SEVERAL = "report.html"
 
 

@@ -19,10 +19,10 @@ from pipeline.system.slurm_client import check_can_submit, submit
 
 EXAMPLE = """\
 examples:
-  python -m pipeline slurm digits --gpus-per-node 8 --time 4:00:00 --submit
-  python -m pipeline slurm digits --nodes 2 --time 1-0 --sbatch=--partition=gpu
-  python -m pipeline slurm stage_1 then stage_2 --time 4:00:00 --submit
-  python -m pipeline slurm a b c d --at-once 2 --time 2:00:00 --submit"""
+  training-pipeline slurm digits --gpus-per-node 8 --time 4:00:00 --submit
+  training-pipeline slurm digits --nodes 2 --time 1-0 --sbatch=--partition=gpu
+  training-pipeline slurm stage_1 then stage_2 --time 4:00:00 --submit
+  training-pipeline slurm a b c d --at-once 2 --time 2:00:00 --submit"""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d?))?(?::(\d\d?))?")
 # Options that the script itself sets or depends on.
 _RESERVED_OPTIONS = re.compile(

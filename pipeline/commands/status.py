@@ -37,7 +37,7 @@ from pipeline.system.formatting import (
 )
 from pipeline.system.nvidia_smi import look_at_gpus
 
-EXAMPLE = "examples:\n  python -m pipeline status\n  python -m pipeline status digits --watch"
+EXAMPLE = "examples:\n  training-pipeline status\n  training-pipeline status digits --watch"
 EXIT_CODES = {FINISHED: 0, RUNNING: 4, STARTING: 4, WAITING: 4, UNFINISHED: 5, NEW: 6}
 _CLEAR_SCREEN = "\033[H\033[J"
 

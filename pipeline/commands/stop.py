@@ -15,7 +15,7 @@ from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import find_stop_file
 from pipeline.system.files import replace_text
 
-EXAMPLE = "example:\n  python -m pipeline stop digits --after epoch --wait"
+EXAMPLE = "example:\n  training-pipeline stop digits --after epoch --wait"
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_A_CLAIM = 0.05
 

@@ -23,8 +23,8 @@ from pipeline.tracing.retrace import Plan, retrace, scratch_home
 
 EXAMPLE = """\
 examples:
-  python -m pipeline verify-resume digits --nproc 2 --steps 12
-  python -m pipeline verify-resume digits --nproc 1,2,3 \\
+  training-pipeline verify-resume digits --nproc 2 --steps 12
+  training-pipeline verify-resume digits --nproc 1,2,3 \\
     --set training.gradient_reduction=exact"""
 # With a commit at every step, each kill is followed by a resume from the step before it.
 _OVERRIDES = ("training.checkpoint_every_steps=1", "logging.tensorboard.enabled=false")

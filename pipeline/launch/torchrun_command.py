@@ -1,13 +1,14 @@
-"""The torchrun command for an experiment, to be printed, run here, or started in the background."""
+"""How the processes of an experiment are started: by our own verb, by torchrun, or in the background."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 
 from pipeline.arguments import parse_arguments
 from pipeline.command_lines import home_option, torchrun_words, verb_line
@@ -17,10 +18,13 @@ from pipeline.monitoring.launch_record import record_launch
 from pipeline.paths import ExperimentPaths
 from pipeline.system.nvidia_smi import SECONDS_TO_COUNT, look_at_gpus, num_visible, parse_devices
 
+# Found whatever the current folder and the search path are.
+ENTRY = (sys.executable, str(Path(__file__).resolve().parents[2] / "training_pipeline.py"))
+
 
 @dataclass(frozen=True)
 class TrainingLine:
-    """A torchrun line of one experiment, with the variables it needs."""
+    """The processes that train one experiment, and the commands that start them."""
 
     paths: ExperimentPaths
     nproc: int
@@ -30,16 +34,40 @@ class TrainingLine:
     num_nodes: int = 1
 
     @property
-    def words(self) -> list[str]:
-        """The whole command, with torchrun as a person would call it."""
+    def train_words(self) -> list[str]:
+        """The command that trains by the verb ``train``, whatever the current folder and the search path are."""
+        redirect = ["--output-to-files"] if self.in_background else []
+        return [*ENTRY, "train", self.experiment, f"--nproc={self.nproc}", *redirect, *self._arguments]
+
+    @property
+    def worker_words(self) -> list[str]:
+        """The command of one training process."""
+        return [*ENTRY, self.experiment, *self._arguments]
+
+    @property
+    def experiment(self) -> str:
+        """The name on the command line; a quick try has results of another name."""
+        return self.paths.settings_name or self.paths.name
+
+    @property
+    def redirected_ranks(self) -> range:
+        """The processes whose output goes to files: rank zero writes to the terminal if there is one."""
+        return range(0 if self.in_background else 1, self.nproc)
+
+    @property
+    def _arguments(self) -> list[str]:
+        return ["--data-home", str(self.paths.home), *self.flags]
+
+    @property
+    def torchrun_words(self) -> list[str]:
+        """The whole command with torchrun, as a person would call it."""
         return [*torchrun_words(), *self.options]
 
     @property
     def options(self) -> list[str]:
         """The options of torchrun, then the module to run and its arguments."""
-        # Rank zero writes to the terminal if there is one; the output of all others goes to files.
-        redirected = range(0 if self.in_background else 1, self.nproc)
-        redirects = [f"--redirects={','.join(f'{rank}:3' for rank in redirected)}"] if redirected else []
+        redirected = ",".join(f"{rank}:3" for rank in self.redirected_ranks)
+        redirects = [f"--redirects={redirected}"] if redirected else []
         # --standalone picks a free port, so that runs on one machine do not meet each other. On several nodes, the
         # batch script passes the rendezvous address in environment variables.
         several_nodes = [f"--nnodes={self.num_nodes}", "--rdzv-backend=c10d"]
@@ -48,7 +76,7 @@ class TrainingLine:
             f"--nproc-per-node={self.nproc}",
             f"--log-dir={self.paths.torchrun_logs}",
             *redirects,
-            *("-m", "training_pipeline", self.paths.name, *home_option(self.paths.home), *self.flags),
+            *("-m", "training_pipeline", self.experiment, *home_option(self.paths.home), *self.flags),
         ]
 
     def variables(self, num_processes: int, num_cpus: int | None = None) -> dict[str, str]:
@@ -71,14 +99,26 @@ class TrainingLine:
             }
         return variables
 
-    def to_shell(self, num_processes: int) -> str:
-        """Return the line as one would type it."""
+    def to_shell(self, words: list[str], num_processes: int) -> str:
+        """Return one of its commands as a line of a shell, with the variables it needs."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables(num_processes).items()]
-        return " ".join([*variables, shlex.join(self.words)])
+        return " ".join([*variables, shlex.join(words)])
 
     def make_folders(self) -> None:
         for folder in (self.paths.torchrun_logs, self.paths.error_files):
             folder.mkdir(parents=True, exist_ok=True)
+
+
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add how many processes there are, and on which GPUs."""
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes (default: one per GPU, else 1)")
+    parser.add_argument("--gpus", metavar="GPUS", help="which GPUs, as nvidia-smi numbers them: 0-3 or 0,2")
+
+
+def given_process_options(arguments: argparse.Namespace) -> list[str]:
+    """Return these options as they were given."""
+    given = {"--nproc": arguments.nproc, "--gpus": arguments.gpus}
+    return [word for option, value in given.items() if value is not None for word in (option, str(value))]
 
 
 def training_line(
@@ -92,7 +132,7 @@ def training_line(
 ) -> TrainingLine:
     """Return the line for one experiment, or refuse devices that do not exist and flags that are unknown."""
     # A flag that training would refuse is refused here, before anything is started.
-    arguments = parse_arguments([paths.name, *flags])
+    arguments = parse_arguments([paths.name, "--data-home", str(paths.home), *flags])
     devices = parse_devices(gpus) if gpus else []
     known = [gpu.index for gpu in look_at_gpus(SECONDS_TO_COUNT)[0]] if devices else []
     # Without an answer of nvidia-smi any number may be right.
@@ -104,12 +144,10 @@ def training_line(
     if nproc < 1 or (devices and nproc > len(devices)):
         have = f" on {len(devices)} GPUs" if devices else ""
         raise UsageError(f"--nproc must be at least 1 and have a GPU each, but is {nproc}{have}.")
-    return TrainingLine(paths, nproc, tuple(devices), tuple(flags), in_background, num_nodes)
+    return TrainingLine(arguments.paths, nproc, tuple(devices), tuple(flags), in_background, num_nodes)
 
 
-def start_in_background(
-    script: str, chain: list[ExperimentPaths], variables: Mapping[str, str] = MappingProxyType({})
-) -> None:
+def start_in_background(script: str, chain: list[ExperimentPaths]) -> None:
     """Start a shell script that outlives this terminal and trains these experiments one after the other."""
     first = chain[0]
     # A session of its own: closing the terminal does not reach it, and one signal to its process group ends all of it.
@@ -119,7 +157,6 @@ def start_in_background(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
             start_new_session=True,
         )
     for before, paths in zip([None, *chain], chain, strict=False):

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -94,6 +94,20 @@ class StopRequests:
                 if epoch_ends or content != b"epoch":
                     self.reason = "stop request"
         return bool(self.reason)
+
+
+@contextlib.contextmanager
+def stop_signals_collected() -> Iterator[list[int]]:
+    """In this block, collect the stop signals of this process in a list instead of ending at them."""
+    received: list[int] = []
+    # nohup has SIGHUP ignored, so that the process outlives its terminal.
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def die_with_parent() -> None:

@@ -229,6 +229,7 @@ ELSEWHERE = {
     "store.lock._describe_use",
     "commands.stop.execute",
     "command_lines.run_line",
+    "launch.hosted_agent._conclude",
     "launch.torchrun_command.start_in_background",
 }
 
@@ -296,7 +297,9 @@ def test_commands_about_a_live_run_work(launching_home: Path, monkeypatch: Any, 
     assert paste(f"{continuing} --stop-after-epoch 0").returncode == 0
 
 
-@pytest.mark.parametrize("words", [["torchrun", "--nproc-per-node=1", "training_pipeline.py"], ["training-pipeline"]])
+@pytest.mark.parametrize(
+    "words", [["torchrun", "--nproc-per-node=1", "training_pipeline.py"], ["training-pipeline", "train"]]
+)
 def test_command_names_the_way_a_run_was_launched(words: list[str], home: Path) -> None:
     """Programs that the shell finds are named as they were typed, and only then."""
     folder = Path(sys.executable).parent
@@ -314,8 +317,21 @@ def test_command_names_the_run_verb(home: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     stopped = paste(f"{sys.executable} -m pipeline run tiny --nproc 1 --data-home {home} -- --stop-after-epoch 0")
     (line,) = commands_of((stopped.stdout + stopped.stderr).split("next:")[1])
-    assert line.endswith(f"-m pipeline run tiny --nproc 1 --data-home {home} -- --resume")
+    assert line.endswith(f"training-pipeline run tiny --nproc 1 --data-home {home} -- --resume")
     assert paste(line).returncode == 0
+
+
+@pytest.mark.slow
+def test_refusal_of_a_verb_names_its_own_options(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Obeying what run and train print keeps the number of processes."""
+    monkeypatch.chdir(ROOT)
+    for asked in ("run tiny --nproc 2", "train tiny --nproc 2"):
+        refused = paste(f"{sys.executable} -m pipeline {asked} --data-home {begun}")
+        assert refused.returncode == 3
+        first, second = commands_of(refused.stdout + refused.stderr)
+        assert f"training-pipeline {asked} " in first
+        assert f"training-pipeline {asked} " in second
+    assert paste(f"{first} --stop-after-epoch 2").returncode == 0
 
 
 def test_checkout_that_is_not_installed_is_found_from_elsewhere(home: Path, tmp_path: Path) -> None:

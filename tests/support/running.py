@@ -39,9 +39,13 @@ def run_inside(home: Path, *words: str, name: str = "tiny", disk: Disk | None = 
 def command(
     home: Path, *words: str, name: str = "tiny", nproc: int | None = None, launcher: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command line of a run, under torchrun with the options ``launcher`` if ``nproc`` is given."""
+    """Return the command line of a run, under torchrun with the options ``launcher`` if ``nproc`` is given.
+
+    Without, ``launcher`` is a verb that runs it.
+    """
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *launcher] if nproc else []
-    return [sys.executable, *torchrun, str(ENTRY), name, "--data-home", str(home), *words]
+    verb = [] if nproc else launcher
+    return [sys.executable, *torchrun, str(ENTRY), *verb, name, "--data-home", str(home), *words]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -21,6 +21,7 @@ from pipeline.arguments import parse_arguments
 from pipeline.commands import status
 from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.validation import SETTINGS_FILES, schema
+from pipeline.verbs import VERBS
 from tests.support.markdown import DOCS, ROOT, commands, section, sections, snippets, table_rows
 
 README = ROOT / "README.md"
@@ -30,7 +31,20 @@ KINDS = {"tutorial", "how_to", "reference", "explanation"}
 CLI = DOCS / "reference/cli.md"
 SETTINGS = DOCS / "reference/settings.md"
 PYMODULES = DOCS / "reference/pymodules"
-PROGRAMS = {"python", "python3", "torchrun", "pip", "make", "source", "export", "echo", "sleep", "done"}
+CONSOLE = "training-pipeline"
+PROGRAMS = {
+    CONSOLE,
+    "python",
+    "python3",
+    "torchrun",
+    "pip",
+    "make",
+    "source",
+    "export",
+    "echo",
+    "sleep",
+    "done",
+}
 TOOLS = {"cmp", "grep", "kill", "mkdir", "rm", "tensorboard"}
 BASES = {
     "datasets": components.BaseDataset,
@@ -110,27 +124,27 @@ def check_training_line(words: list[str]) -> None:
     if words[0] == "torchrun":
         launched = parse_torchrun(words[1:])
         words = [launched.training_script, *launched.training_script_args]
-        if launched.module and words[0] == "pipeline":
-            assert helper.main(words[1:]) == 0
-            return
     else:
         words = [word for word in words[1:] if word != "-m"]
     assert words[0] in ("training_pipeline.py", "training_pipeline")
-    parse_arguments(words[1:])
+    if words[1] in VERBS:
+        assert helper.main(words[1:]) == 0
+    else:
+        parse_arguments(words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_shell_commands_are_accepted_by_the_real_parsers(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command line of a bash snippet is one that the programs understand."""
-    for verb in helper._VERBS:
+    for verb in VERBS:
         monkeypatch.setattr(helper._import_verb(verb), "execute", lambda arguments: 0)
     for snippet in [snippet for snippet in snippets(page) if snippet.language in ("bash", "sh")]:
         for words in commands(snippet.text):
             if words[0] == "redirected":
                 continue
             assert words[0] in PROGRAMS | TOOLS, f"{words[0]} is not a program we talk about"
-            if words[:3] == ["python", "-m", "pipeline"]:
-                assert helper.main(words[3:]) == 0
+            if words[0] == CONSOLE:
+                assert helper.main(words[1:]) == 0
             elif words[0] == "torchrun" or {"training_pipeline.py", "training_pipeline"} & set(words[1:3]):
                 check_training_line(words)
 
@@ -139,7 +153,7 @@ def test_readme_shows_the_commands_of_the_first_minutes() -> None:
     """The README begins with two commands, then resumes, and has the demo for people in a hurry."""
     shown = [words for part in sections(README) for script in part.snippets("bash") for words in commands(script)]
     run = ["torchrun", "--nproc-per-node=2", "training_pipeline.py", "my_digits"]
-    assert shown[:3] == [["python", "-m", "pipeline", "new", "my_digits"], run, [*run, "--resume"]]
+    assert shown[:3] == [[CONSOLE, "new", "my_digits"], run, [*run, "--resume"]]
     assert ["make", "demo"] in shown
 
 
@@ -214,7 +228,7 @@ def test_training_options_are_those_of_the_help(capsys: pytest.CaptureFixture[st
     assert documented_options("training_pipeline.py") == help_options(capsys)
 
 
-@pytest.mark.parametrize("verb", sorted(helper._VERBS))
+@pytest.mark.parametrize("verb", sorted(VERBS))
 def test_verb_options_are_those_of_the_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every verb has a section whose table names the options of its help."""
     with pytest.raises(SystemExit):
@@ -222,11 +236,11 @@ def test_verb_options_are_those_of_the_help(verb: str, capsys: pytest.CaptureFix
     assert documented_options(verb) == help_options(capsys)
 
 
-@pytest.mark.parametrize("verb", sorted(helper._VERBS))
+@pytest.mark.parametrize("verb", sorted(VERBS))
 def test_every_verb_is_shown_in_use(verb: str) -> None:
     """A page that explains how to use a verb calls it."""
     shown = [words for page in (DOCS / "how_to").glob("*.md") for words in all_commands(page)]
-    assert any("pipeline" in words and verb in words for words in shown)
+    assert any(CONSOLE in words and verb in words for words in shown)
 
 
 def all_commands(page: Path) -> Iterator[list[str]]:

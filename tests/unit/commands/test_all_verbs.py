@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.__main__ import _VERBS, main
+from pipeline.__main__ import main
+from pipeline.verbs import VERBS
 from tests.support.verbs import call
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("verb", _VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_fits_the_terminal_and_ends_with_an_example(
     verb: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,7 +32,7 @@ def test_all_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"    {verb}" in text for verb in _VERBS)
+    assert all(f"    {verb}" in text for verb in VERBS)
 
 
 def test_flags_of_a_run_are_for_verbs_that_start_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

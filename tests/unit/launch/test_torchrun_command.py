@@ -28,8 +28,8 @@ def several(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
-    """Return the variables of every torchrun line, with the words behind them."""
-    lines = [line for line in capsys.readouterr().out.splitlines() if "--nproc-per-node" in line]
+    """Return the variables of every line that trains, with the words behind them."""
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--nproc" in line]
     found = []
     for words in map(shlex.split, lines):
         variables = [word for word in words if word.split("=")[0].isupper()]

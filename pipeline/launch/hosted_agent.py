@@ -1,0 +1,109 @@
+"""torch's elastic agent in this process: starts the training processes, passes signals on, and speaks last.
+
+torchrun prints a traceback of its own below every error and after Ctrl+C. Here nothing is printed below the messages of
+the run, and the exit code is that of the process that failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from pipeline.command_lines import run_line
+from pipeline.launch.torchrun_command import TrainingLine
+
+# torch's agent raises at these signals unless it is told to handle none.
+_HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+# The first Ctrl+C asks to stop, the second interrupts; from the third on processes are killed.
+_NUM_PASSED_ON = 2
+_SIGNAL_EXIT_CODE = 128
+_RENDEZVOUS_SECONDS = 900
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which passes on the signals that this process has received instead of ending at them."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, received: list[int]) -> None:
+        super().__init__(spec, logs)
+        self._received = received
+        self._num_passed_on = 0
+
+    # Called ten times a second.
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for number in self._received[self._num_passed_on :]:
+            self._num_passed_on += 1
+            passed_on = number if self._num_passed_on <= _NUM_PASSED_ON else signal.SIGKILL
+            for worker in worker_group.workers:
+                # A worker leads a session of its own, so Ctrl+C in a terminal does not reach it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.id, passed_on)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
+def host_training(line: TrainingLine, received: list[int]) -> int:
+    """Train on several processes of this machine until they have ended; return the exit code.
+
+    ``received`` are the stop signals of this process, to which its handlers append.
+    """
+    # What the agent logs repeats what the run itself reports.
+    logger = logging.getLogger("torch.distributed")
+    logger.propagate = False
+    logger.handlers = [logging.NullHandler()]
+    os.environ[_HANDLED_BY_TORCH] = ""
+    meeting = RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, timeout=_RENDEZVOUS_SECONDS)
+    rendezvous = get_rendezvous_handler(meeting)
+    program, *words = line.worker_words
+    spec = WorkerSpec("default", line.nproc, rendezvous, entrypoint=program, args=tuple(words), max_restarts=0)
+    redirects = dict.fromkeys(line.redirected_ranks, Std.ALL)
+    logs = DefaultLogsSpecs(str(line.paths.torchrun_logs), redirects=redirects)
+    try:
+        failures = _Agent(spec, logs, received).run().failures
+    finally:
+        rendezvous.shutdown()
+    if not failures:
+        return 0
+    rank, first = min(failures.items(), key=_failed_at)
+    return _conclude(line, rank, first, is_seen=rank not in redirects, was_asked=bool(received))
+
+
+def _failed_at(failure: tuple[int, ProcessFailure]) -> int:
+    return failure[1].timestamp
+
+
+def _conclude(line: TrainingLine, rank: int, failure: ProcessFailure, *, is_seen: bool, was_asked: bool) -> int:
+    """Report a failure that no process has reported on this terminal, and return the exit code."""
+    has_message = Path(failure.error_file).exists()
+    if has_message and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+    # A process that ends by an error of its own says so; here it is repeated if its output went to a file.
+    if failure.exitcode > 0:
+        message = failure.message
+        text = message.get("message", "") if isinstance(message, dict) else str(message)
+        if not is_seen and has_message:
+            print(f"\nrank {rank} failed:\n{text}", end="", file=sys.stderr)
+        return failure.exitcode
+    number = -failure.exitcode
+    to_continue = run_line(line.experiment, line.paths.home, "--auto")
+    if was_asked:
+        print(f"Interrupted. The last commit is intact.\n  to continue: {to_continue}", file=sys.stderr)
+    else:
+        cause = " The system may have run out of memory." if number == signal.SIGKILL else ""
+        name = signal.Signals(number).name
+        print(
+            f"rank {rank} was ended by {name}.{cause} The last commit is intact.\n  to continue: {to_continue}",
+            file=sys.stderr,
+        )
+    return _SIGNAL_EXIT_CODE + number
