@@ -50,7 +50,9 @@ def main(words: list[str] | None = None) -> int:
             verb_parser.epilog = _import_verb(name).EXAMPLE
             _import_verb(name).add_arguments(verb_parser)
             verb_parser.add_argument("--data-home", metavar="DIR", help=DATA_HOME_HELP)
-    arguments = parser.parse_args(words, argparse.Namespace(flags=flags, takes_flags=False))
+    arguments, unknown = parser.parse_known_args(words, argparse.Namespace(flags=flags, takes_flags=False))
+    if unknown:
+        verbs.choices[arguments.verb].error(_explain_unknown(unknown, arguments))
     if flags and not arguments.takes_flags:
         parser.error(f"{arguments.verb} takes no flags of a training run behind '--'")
     try:
@@ -62,6 +64,16 @@ def main(words: list[str] | None = None) -> int:
         # The reader of a pipe has closed it; what is still buffered must not be tried again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 130
+
+
+def _explain_unknown(unknown: list[str], arguments: argparse.Namespace) -> str:
+    message = f"unrecognized arguments: {' '.join(unknown)}"
+    if arguments.takes_flags:
+        message += f". Options of the training run stand behind two dashes: {arguments.verb} … -- {' '.join(unknown)}"
+    name = unknown[0].removeprefix("--")
+    if hasattr(arguments, "set") and not hasattr(arguments, name):
+        message += f". To change a parameter: --set parameters.{name}=VALUE"
+    return message
 
 
 def _import_verb(verb: str) -> _Verb:

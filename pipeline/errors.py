@@ -4,6 +4,7 @@ PipelineError            1  something failed while running
 ├── DamagedResults       1  committed files do not match their digests
 ├── UnreadableFile       1  a file of tensors or arrays is not safe to read
 ├── RanksDiffer          1  values that must be the same on every rank are not
+├── BrokenContract       1  an author's function returned what it must not return
 ├── InvalidExperiment    2  settings, pymodules or their combination are wrong
 │   └── UsageError       2  the command line itself is wrong
 └── StateConflict        3  results exist, are missing, or are in use
@@ -54,6 +55,17 @@ class UnreadableFile(PipelineError):
 
 class RanksDiffer(PipelineError):
     """Weights, states or decisions that must be the same on every rank are not."""
+
+
+class BrokenContract(PipelineError):
+    """An author's function returned something that its contract does not allow."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        return str(self.problem)
 
 
 class InvalidExperiment(PipelineError):

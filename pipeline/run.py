@@ -339,4 +339,4 @@ class _Run:
         report = leave_report(self._paths)
         for line in last_block(self._paths, f"{outcome}{reason}", seconds, session.best, report):
             LOGGER.info(line)
-        LOGGER.info(next_line(self._paths, progress))
+        LOGGER.info(next_line(self._paths, progress, self._arguments.overrides))

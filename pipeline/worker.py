@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import json
 import multiprocessing
@@ -129,6 +130,8 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         print(_INTERRUPTED + _how_to_continue(paths), file=sys.stderr, flush=True)
+    elif isinstance(error, bdb.BdbQuit):
+        print("\nThe debugger was left." + _how_to_continue(paths), file=sys.stderr, flush=True)
     elif is_lost_peer(error):
         if processes.is_first(_TO_MISS_ANOTHER):
             minutes = longest_wait().total_seconds() / 60

@@ -14,6 +14,7 @@ import torch
 from pipeline.arguments import RESET, RESUME, Arguments, add_set_option
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
+from pipeline.evaluation.batch_failures import same_elsewhere
 from pipeline.evaluation.trial import Trial
 from pipeline.experiment.assembly import Experiment, assemble, assumed_settings, count, read_checked_contents
 from pipeline.experiment.checks.parameter_uses import doubtful_parameters
@@ -58,9 +59,16 @@ def execute(arguments: argparse.Namespace) -> int:
         print(clipped(line))
     if arguments.explain:
         for assumption in (*assumed_settings(paths.settings, overrides), *experiment.assumptions):
-            print(clipped(f"assumed: {assumption}"))
+            print(f"assumed: {assumption}")
     if not arguments.no_batches:
         _try_batches(experiment, processes)
+    if (
+        len(experiment.settings.loss_registers) > 1
+        and not (paths.settings / "settings" / "loss_registers.json").exists()
+    ):
+        names = ", ".join(experiment.settings.register_names)
+        what = f"without settings/loss_registers.json all of {names} are minimised"
+        print(f'{WARNING_MARK}{what}; list what is only to be recorded there, with "optimize": false')
     for problem in doubtful_parameters(paths.settings / "pymodules", experiment.settings.parameters):
         print(f"{WARNING_MARK}{problem}")
     print("ok: no problems found")
@@ -100,16 +108,18 @@ def _try_batches(experiment: Experiment, processes: Processes) -> None:
         continue
     trial = Trial(experiment, processes)
     rows: list[tuple[str, ...]] = [("dataset", "split", "load", "forward", "backward", "losses")]
-    problems = []
+    problems: list[Problem] = []
     for result in trial.run():
         if isinstance(result, Problem):
-            problems.append(result)
+            if not same_elsewhere(result, problems):
+                problems.append(result)
         else:
             # An evaluation has no backward pass.
             times = [f"{seconds:.3f} s" for seconds in result.seconds] + [""] * (3 - len(result.seconds))
             losses = ", ".join(f"{name} {value:.4g}" for name, value in result.losses.items())
             rows.append((result.dataset, result.split, *times, losses))
-    print("\n".join(table(rows)))
+    if len(rows) > 1:
+        print("\n".join(table(rows)))
     if problems:
         raise InvalidExperiment(problems)
     print(f"update: {', '.join(experiment.optimizers)} took {trial.update_seconds:.3f} s")

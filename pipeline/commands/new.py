@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline.arguments import add_set_option
-from pipeline.command_lines import run_line, verb_line
+from pipeline.command_lines import verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.experiment.pymodules.source_files import copied_files
 from pipeline.experiment.pymodules.stubs import stub_files
 from pipeline.experiment.settings.settings import read_contents
+from pipeline.lifecycle.frozen_copy import differing_files
 from pipeline.lifecycle.mode import unknown_experiment
 from pipeline.paths import ExperimentPaths, data_home, settings_names
+from pipeline.store.store import read_current_manifest
 from pipeline.system.formatting import table
 
 EXAMPLE = """\
@@ -58,14 +60,17 @@ def execute(arguments: argparse.Namespace) -> int:
     overrides = tuple(arguments.set)
     if arguments.empty:
         stubs = stub_files(arguments.dataset or _DEFAULT_DATASETS, arguments.module or _DEFAULT_MODULES)
-        _write({f"pymodules/{name}": text.encode() for name, text in stubs.items()}, None, paths.settings, overrides)
+        _write({name: text.encode() for name, text in stubs.items()}, None, paths.settings, overrides)
         following = f"{verb_line('check', paths.name, paths.home)}    (says what is still to be written)"
     else:
         source = _choose_source(arguments, paths)
         files = {path.relative_to(source).as_posix(): path.read_bytes() for path in copied_files(source)}
         _write(files, source, paths.settings, overrides)
-        following = run_line(paths.name, paths.home, num_processes=2)
+        following = verb_line("train", paths.name, paths.home)
     print(f"wrote {paths.settings}")
+    if arguments.other is not None:
+        for line in _describe_source(paths.other(arguments.other), source):
+            print(line)
     print(f"next: {following}")
     return 0
 
@@ -101,6 +106,17 @@ def _choose_source(arguments: argparse.Namespace, paths: ExperimentPaths) -> Pat
         if (folder / "pymodules").is_dir():
             return folder
     raise unknown_experiment(other, settings_names(paths.home))
+
+
+def _describe_source(other: ExperimentPaths, source: Path) -> Iterator[str]:
+    """Yield where a copy comes from, and what was edited since that is not in it."""
+    manifest = read_current_manifest(other) if source == other.results else None
+    if manifest is None:
+        return
+    yield f"  from what {other.name} was started with, {source}"
+    edited = differing_files(other.settings, manifest.sources) if other.settings.is_dir() else []
+    if edited:
+        yield f"  not in it, because edited since: {', '.join(edited)}"
 
 
 def _write(files: Mapping[str, bytes], source: Path | None, target: Path, overrides: tuple[str, ...]) -> None:

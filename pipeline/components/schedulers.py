@@ -40,7 +40,9 @@ class TorchScheduler(BaseScheduler):
         if per not in ("step", "epoch"):
             raise ValueError(f'per must be "step" or "epoch", but is {per!r} instead.')
         if isinstance(torch_scheduler, ReduceLROnPlateau):
-            raise ValueError("ReduceLROnPlateau needs a metric, which schedulers do not see; write a BaseScheduler.")
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric, which schedulers do not see; use one that follows epochs or steps."
+            )
         self.torch_scheduler = torch_scheduler
         self.per = per
         # True from the first epoch until the scheduler's own first epoch.

@@ -12,11 +12,13 @@ from torch import nn
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import Problem
+from pipeline.evaluation.batch_failures import explain_failure
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.table import create_engine
+from pipeline.training.loaders import Batch
 from pipeline.training.step import BatchLosses, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, evaluation_refs
 
@@ -120,6 +122,7 @@ class Trial:
         points = runner.points(1)
         dataset = ref.shape.dataset
         times = [time.perf_counter()]
+        batch: Batch = None
         try:
             batch = next(runner.load([ref], points))
             times.append(time.perf_counter())
@@ -137,9 +140,7 @@ class Trial:
                     times.append(time.perf_counter())
         # An author's code may also call sys.exit; the other datasets are tried all the same.
         except (Exception, SystemExit) as error:
-            where = str(self._experiment.folder / "module_transforms" / f"{dataset}.py")
-            must = f"a {split} batch of {dataset} must go through"
-            return user_problem(error, self._experiment.folder, where, must)
+            return explain_failure(error, self._experiment, dataset, split, batch)
         return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means)
 
 

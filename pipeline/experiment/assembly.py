@@ -29,7 +29,7 @@ from pipeline.experiment.pymodules.contract_examples import required_methods
 from pipeline.experiment.pymodules.contracts import ContractReader
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.loader import PymoduleLoader
-from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.experiment.pymodules.user_code import place_of, user_problem
 from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.settings import (
     Contents,
@@ -175,7 +175,7 @@ def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Cont
         if PARAMETERS in wrong_files:
             # Any pymodule may need them.
             raise
-        settings = parse_settings(contents)
+        settings = parse_settings(fill_in(contents, folder))
         # Whether the device can synchronise BatchNorm is checked once the settings are right.
         settings = replace(settings, training=replace(settings.training, sync_batchnorm=False))
         parts = _read_components(folder / "pymodules", settings, wrong_files)
@@ -379,8 +379,10 @@ def _create_schedulers(
             continue
         for method in required_methods("scheduler"):
             if not callable(getattr(schedulers[name], method, None)):
-                what = f"create_scheduler must return an object with a method {method}; TorchScheduler wraps torch's"
-                problems.append(Problem(where, what))
+                what = f"create_scheduler must return an object with a method {method}"
+                kind = type(schedulers[name]).__name__
+                fix = f"return TorchScheduler({kind}(…)) for a scheduler of torch's, from pipeline.components"
+                problems.append(Problem(place_of(Path(where), "create_scheduler"), what, fix))
                 # One of torch's own schedulers lacks several: one message is enough.
                 break
     return schedulers

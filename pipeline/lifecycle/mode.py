@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
@@ -71,7 +72,9 @@ def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation
         return RESET
     if not found.exists:
         if arguments.mode == RESUME and not paths.settings.is_dir():
-            raise unknown_experiment(paths, all_names(paths.home), fix=_elsewhere(paths))
+            known = all_names(paths.home)
+            elsewhere = "go to the folder that has it, or name that folder with --data-home DIR"
+            raise unknown_experiment(paths, known, fix=_elsewhere(paths) or elsewhere)
         if arguments.mode == RESUME:
             raise StateConflict(
                 f"Experiment {paths.name!r} has no results to resume.\n"
@@ -108,7 +111,7 @@ def check_known(paths: ExperimentPaths) -> None:
     """Refuse a name that is neither an experiment's settings nor its results, naming those that are."""
     known = all_names(paths.home)
     if paths.name not in known:
-        raise unknown_experiment(paths, known, fix=verb_line("new", paths.name, paths.home))
+        raise unknown_experiment(paths, known, fix=_elsewhere(paths) or verb_line("new", paths.name, paths.home))
 
 
 def all_names(home: Path) -> list[str]:
@@ -125,8 +128,15 @@ def check_settings_exist(paths: ExperimentPaths) -> None:
         what = f"{paths.settings} must hold a folder pymodules, but has none."
         stubs = verb_line("new", "STUBS", paths.home, "--empty")
         raise UsageError(what, f"{stubs}    (writes the four files that every experiment has)")
-    new = f"{verb_line('new', paths.name, paths.home)}    (to make it)"
-    raise unknown_experiment(paths, known, fix=_elsewhere(paths) or new)
+    raise unknown_experiment(paths, known, fix=_elsewhere(paths) or _make_or_correct(paths, known))
+
+
+def _make_or_correct(paths: ExperimentPaths, known: list[str]) -> str:
+    """Return how to run the experiment that was probably meant, or how to make one of this name."""
+    close = get_close_matches(paths.name, known, n=1, cutoff=0.5)
+    if close:
+        return run_line(close[0], paths.home)
+    return f"{verb_line('new', paths.name, paths.home)}    (to make it)"
 
 
 def _elsewhere(paths: ExperimentPaths) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import pipeline
+from pipeline.arguments import set_flags
 from pipeline.command_lines import run_line, verb_line
 from pipeline.components import Losses
 from pipeline.distributed.processes import Processes
@@ -167,10 +168,11 @@ def last_block(
         yield f"curves: {command}"
 
 
-def next_line(paths: ExperimentPaths, progress: Progress) -> str:
-    """Return the command that most people want next."""
+def next_line(paths: ExperimentPaths, progress: Progress, overrides: Sequence[str] = ()) -> str:
+    """Return the command that most people want next; a real run is that of a try, with the same ``overrides``."""
     if paths.settings_name:
-        return f"next: {run_line(paths.settings_name, paths.home)}    (the real run; nothing of this try is used)"
+        line = run_line(paths.settings_name, paths.home, *set_flags(overrides))
+        return f"next: {line}    (the real run; nothing of this try is used)"
     if progress.is_finished:
         return f"next: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}    (a variant of it)"
     return f"next: {run_line(paths.name, paths.home, '--resume')}    (continues at {progress})"

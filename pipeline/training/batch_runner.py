@@ -108,8 +108,8 @@ class BatchRunner:
         dataset = ref.shape.dataset
         registers = self._experiment.components.module_transforms[dataset].loss_registers
         losses = self._call("__call__", batch, ref, key)
-        where = f"module_transforms/{dataset}.py"
-        return check_losses(losses, registers, ref.num_items, where, self._processes.device)
+        file = self._experiment.folder / "module_transforms" / f"{dataset}.py"
+        return check_losses(losses, registers, ref.num_items, file, self._processes.device)
 
     def predictions(self, batch: Batch, ref: BatchRef, key: Key) -> object:
         """Let the module transform predict for a batch whose losses are known."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from pipeline.distributed.processes import Processes
-from pipeline.errors import PipelineError
+from pipeline.errors import BrokenContract, Problem
+from pipeline.experiment.pymodules.user_code import place_of
 from pipeline.system.accelerators import pinned_like
 
 
@@ -65,28 +67,45 @@ def total_losses(sums: np.ndarray) -> np.ndarray:
 
 
 def check_losses(
-    losses: object, registers: tuple[str, ...], num_items: int, where: str, device: torch.device
+    losses: object, registers: tuple[str, ...], num_items: int, file: Path, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return what a module transform gave if it follows the contract: one value per item for each register."""
     if not isinstance(losses, dict):
-        raise PipelineError(f"{where} must return a dict of losses, but returned {type(losses).__name__}.")
-    for problem, names in (("lacks", set(registers) - set(losses)), ("also has", set(losses) - set(registers))):
-        if names:
-            raise PipelineError(
-                f"{where} must return a dict with exactly the keys of its loss_registers, "
-                f"{', '.join(registers)}, but it {problem} {', '.join(sorted(map(str, names)))}."
-            )
+        what = f"must return a dict of losses, but returned {type(losses).__name__}"
+        raise _broken(file, what, f'return {{"{registers[0]}": …}}')
+    listed = ", ".join(registers)
+    if lacking := sorted(set(registers) - set(losses)):
+        what = f"must return all of its loss_registers, {listed}, but lacks {', '.join(lacking)}"
+        raise _broken(file, what, "return it with the others, or remove it from loss_registers")
+    if unknown := sorted(map(str, set(losses) - set(registers))):
+        names = ", ".join(unknown)
+        what = f"must return only its loss_registers, {listed}, but also has {names}"
+        fix = f"add {names} to loss_registers in this file, and to settings/loss_registers.json if there is one"
+        raise _broken(file, what, fix)
     for register in registers:
         loss = losses[register]
         if not isinstance(loss, torch.Tensor) or loss.numel() != num_items:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise PipelineError(
-                f"{where} must return one value per item for {register!r}, here {num_items}, but returned {given}. Do "
-                "not average over the batch; set point_size if a data point stands for several items."
-            )
+            what = f"must return one value per item for {register!r}, here {num_items}, but returned {given}"
+            raise _broken(file, *_explain_shape(loss, num_items, what))
         if loss.device != device:
-            raise PipelineError(
-                f"{where} must return {register!r} on the device of the run, {device}, but it is on {loss.device}.\n"
-                "  fix: compute it from the tensors of the batch, or move it with .to(self.device)."
-            )
+            what = f"must return {register!r} on the device of the run, {device}, but it is on {loss.device}"
+            raise _broken(file, what, "compute it from the tensors of the batch, or move it with .to(self.device)")
     return {register: losses[register] for register in registers}
+
+
+def _broken(file: Path, what: str, fix: str) -> BrokenContract:
+    return BrokenContract(Problem(place_of(file, "__call__"), what, fix))
+
+
+def _explain_shape(loss: object, num_items: int, what: str) -> tuple[str, str]:
+    """Return what is wrong with a loss, with the likely reason, and how to repair it."""
+    if not isinstance(loss, torch.Tensor):
+        return what, "return a tensor"
+    if loss.numel() == 1:
+        return what, 'do not average over the batch: torch\'s losses return one value per item with reduction="none"'
+    if loss.numel() == num_items**2:
+        reason = f"{what}: outputs and targets of different shapes were broadcast"
+        return reason, "give both one shape before they are compared, for example with outputs[:, 0]"
+    fix = "average what belongs to one item, for example with .flatten(1).mean(dim=1)"
+    return what, f"{fix}, or set point_size in dataloaders/*.py if a data point stands for several items"

@@ -197,7 +197,8 @@ class TrainingStage:
             raise PipelineError(
                 f"{self.num_consecutive_skipped} steps in a row had a loss or gradient that is not finite, the last at "
                 f"epoch {epoch}, step {index + 1}; training.json allows max_consecutive_nan_steps: {allowed}.\n"
-                "  fix: lower the learning rate or set grad_clip_norm; --resume --detect-anomaly names the operation."
+                "  fix: --resume --detect-anomaly names the operation. A lower learning rate or grad_clip_norm needs a "
+                "new start, because settings are frozen: --reset, or a variant made by new --from and --set."
             ).shared()
 
     def flush(self) -> None:

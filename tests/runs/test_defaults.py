@@ -126,15 +126,16 @@ def test_new_writes_commented_stubs(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder = tmp_path / "experiment_settings/mine"
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     names = ["datasets/flats", "datasets/houses", "module_transforms/flats", "module_transforms/houses"]
-    assert written == {f"pymodules/{name}.py" for name in [*names, "modules/head", "modules/trunk", "optim_sched/main"]}
-    assert all("# " in (folder / path).read_text() or '"""' in (folder / path).read_text() for path in written)
+    pymodules = {f"pymodules/{name}.py" for name in [*names, "modules/head", "modules/trunk", "optim_sched/main"]}
+    assert written == {*pymodules, "settings/parameters.json"}
+    assert all('"""' in (folder / path).read_text() for path in pymodules)
     assert call(tmp_path, "check", "mine") == 2
     said = capsys.readouterr().err
     assert said.count("the train split must have points") == 2
     assert "2 problems" in said
     for name in ("houses", "flats"):
         path = folder / f"pymodules/datasets/{name}.py"
-        points = '[{"input": torch.ones(1) * x, "target": torch.ones(1)} for x in range(50)]'
+        points = '[{"input": torch.ones(1) * x, "target": 1.0} for x in range(50)]'
         text = path.read_text().replace("self.points = []", f"self.points = {points}")
         text = text.replace(
             "            return []\n        return []", "            return range(40)\n        return range(40, 50)"

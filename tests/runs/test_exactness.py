@@ -183,3 +183,27 @@ def test_sums_in_many_buckets_are_those_of_one_process(nproc: int) -> None:
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", "-m", "tests.support.summing"]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_sparse_gradients_of_two_processes_are_refused_at_the_start(tmp_path: Path) -> None:
+    """The number of processes reaches the checks; torch itself would end with an internal error."""
+    embedding = """
+        import torch
+        from torch import nn
+
+
+        class Head(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(3, 8, sparse=True)
+
+            def forward(self, x):
+                return (x * self.table(torch.zeros(len(x), dtype=torch.long))).sum(1, keepdim=True)
+
+
+        module = Head()
+        settings = {}
+    """
+    write_experiment(tmp_path, files={"pymodules/modules/head_a.py": embedding})
+    done = run_process(tmp_path, nproc=2)
+    assert "must have dense gradients with 2 processes" in done.stderr

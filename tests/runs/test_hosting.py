@@ -232,8 +232,8 @@ def completed(shell: str, line: str, folder: Path) -> str:
         array = " ".join(repr(word) for word in words)
         script = f"source <({program} completion {shell}); COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; "
         script += '_training_pipeline; printf "%s\\n" "${COMPREPLY[@]}"'
-    line = [shell, "-c", script]
-    return subprocess.run(line, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
+    shell_line = [shell, "-c", script]
+    return subprocess.run(shell_line, cwd=folder, env=environment(), stdout=-1, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])

@@ -42,7 +42,9 @@ def _check_indices(split: str, returned: Sequence[int]) -> np.ndarray:
     indices = np.asarray(returned)
     # An empty list becomes an array of floats.
     if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
-        raise TypeError(f"{split!r} must be a list of integers, but has shape {indices.shape} of {indices.dtype}")
+        what = f"{split!r} must be a list of integers, but has shape {indices.shape} of {indices.dtype}"
+        is_mask = indices.ndim == 1 and indices.dtype == bool
+        raise TypeError(what + ("; np.flatnonzero turns this mask into indices" if is_mask else ""))
     num_repeated = len(indices) - len(np.unique(indices))
     if num_repeated:
         raise ValueError(f"{split!r} must name each point once, but has {num_repeated} twice")
@@ -59,7 +61,8 @@ def unevaluated_registers(
         feeding = [
             dataset
             for dataset, definition in components.module_transforms.items()
-            if register in definition.loss_registers
+            # A file that is not named like a dataset is reported with the names.
+            if register in definition.loss_registers and dataset in splits
         ]
         # A register that no transform feeds is reported with the names.
         if feeding and not any(len(splits[dataset]["val"]) for dataset in feeding):

@@ -87,7 +87,8 @@ def _register_problems(components: Components, settings: Settings, folder: Path,
     for dataset, definition in components.module_transforms.items():
         where = place_of(folder / "module_transforms" / f"{dataset}.py", "loss_registers")
         for register in sorted(set(definition.loss_registers) - set(known)):
-            yield Problem(where, f"loss_registers has {register!r}, {_list_known(register, known)} ({settings_file})")
+            fix = f'add {register!r} to {settings_file}; with "optimize": false it is only recorded'
+            yield Problem(where, f"loss_registers has {register!r}, {_list_known(register, known)}", fix)
     # A transform that could not be imported may be the one that feeds a register.
     if "module_transforms" in failed:
         return

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pipeline.errors import Problem
 from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition
+from pipeline.experiment.pymodules.user_code import place_of
 from pipeline.experiment.settings.settings import FSDP, Settings, TrainingSettings
 from pipeline.experiment.sharding import is_spread, sharding_units
 from pipeline.serialization.npz_files import is_entry_name
@@ -83,10 +84,13 @@ def parameter_problems(components: Components, optimizers: Mapping[str, Optimize
         what = "every parameter must belong to a module in modules/, but some do not: they would not be saved"
         yield Problem(str(folder / "optim_sched" / f"{name}.py"), what)
     for module_name, entry in components.modules.items():
-        yield from _owner_problems(entry, owners, str(folder / "modules" / f"{module_name}.py"))
+        where = place_of(folder / "modules" / f"{module_name}.py", "module")
+        yield from _owner_problems(module_name, entry, owners, where)
 
 
-def _owner_problems(entry: ModuleDefinition, owners: Mapping[int, list[str]], where: str) -> Iterator[Problem]:
+def _owner_problems(
+    module: str, entry: ModuleDefinition, owners: Mapping[int, list[str]], where: str
+) -> Iterator[Problem]:
     """Yield one problem for all parameters of a module that are in the same wrong optimizers."""
     misplaced: dict[str, list[str]] = {}
     for name, parameter in entry.module.named_parameters():
@@ -99,7 +103,8 @@ def _owner_problems(entry: ModuleDefinition, owners: Mapping[int, list[str]], wh
         more = f" and {len(names) - _MAX_PARAMETERS_SHOWN} more" if len(names) > _MAX_PARAMETERS_SHOWN else ""
         must = "frozen parameters must be in no" if entry.frozen else "every parameter must be in exactly one"
         what = f"{must} optimizer, but {', '.join(names[:_MAX_PARAMETERS_SHOWN])}{more} are in {found_in}"
-        fix = "leave them out of create_optimizer" if entry.frozen else "see create_optimizer in optim_sched/*.py"
+        train = f'give modules["{module}"].parameters() to one in create_optimizer'
+        fix = "leave them out of create_optimizer" if entry.frozen else f'{train}, or set settings = {{"frozen": True}}'
         yield Problem(where, what, fix)
 
 

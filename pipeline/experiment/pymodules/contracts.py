@@ -171,7 +171,8 @@ class ContractReader:
     def _read_module(self, module: ModuleType) -> ModuleDefinition:
         network = self._get(module, "module")
         if network is not None and not isinstance(network, nn.Module):
-            self._report(module, "module", f"must be a torch.nn.Module, but is {network!r}")
+            fix = f"write {network.__name__}(…)" if inspect.isclass(network) else ""
+            self._report(module, "module", f"must be a torch.nn.Module, but is {network!r}", fix)
         given = self._get_or_assume(module, "settings", {}, "{}, so the module is trained")
         if not isinstance(given, Mapping):
             if given is not None:

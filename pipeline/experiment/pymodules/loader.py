@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -157,7 +158,11 @@ class PymoduleLoader:
         missing = str(error.name).removeprefix(f"{self._package}.")
         top = missing.partition(".")[0]
         if top in (*FAMILIES, UTILS):
-            fix = f"write pymodules/{missing.replace('.', '/')}.py, or import a file that exists"
+            file = missing.replace(".", "/")
+            fix = f"write pymodules/{file}.py, or import a file that exists"
+            if (self.folder / f"{file}.py").exists() or (self.folder / file).is_dir():
+                line = traceback.extract_tb(error.__traceback__)[-1].line or f"from {missing} import …"
+                fix = f"files of an experiment import each other with two dots: {line.replace('from ', 'from ..', 1)}"
         else:
             # A helper of the author's that is imported by its bare name looks like a package that is not installed.
             own_file = f"a file of your own goes into utils/ and is imported as from ..utils.{top} import …"

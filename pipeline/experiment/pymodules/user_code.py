@@ -6,7 +6,7 @@ import re
 import traceback
 from pathlib import Path
 
-from pipeline.errors import Problem
+from pipeline.errors import BrokenContract, Problem
 from pipeline.paths import RESULTS_FOLDER, SETTINGS_FOLDER
 
 # A data home has pymodules in two places: as their author wrote them, and the frozen copy.
@@ -17,7 +17,8 @@ def place_of(path: Path, name: str) -> str:
     """Return ``file:line`` where a top-level name is set, or the file alone."""
     # A problem may be about an entry, such as settings['frozen']; its line is that of the name.
     word = name.partition("[")[0]
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for number, line in enumerate(text.splitlines(), 1):
         if line.split("(")[0].split(":")[0].split("=")[0].split() in ([word], ["def", word], ["class", word]):
             return f"{path}:{number}"
     return str(path)
@@ -36,6 +37,8 @@ def user_problem(error: BaseException, folder: Path, otherwise: str, must: str) 
 
     Code of the frozen copy may go by the name of the file that it is a copy of.
     """
+    if isinstance(error, BrokenContract):
+        return error.problem
     # The file that cannot be compiled has no frame.
     if isinstance(error, SyntaxError) and error.filename:
         return Problem(f"{error.filename}:{error.lineno}", f"must be valid Python: {error.msg}")

@@ -111,3 +111,15 @@ def test_values_that_would_not_load_again_are_refused() -> None:
 def test_size_is_known_before_anything_is_written() -> None:
     """The space that a commit needs is the sum of its tensors."""
     assert Snapshots(copies=True).take("module m", nn.Linear(3, 2))[1] == 4 * (6 + 2)
+
+
+def test_equal_strings_give_equal_bytes_whether_they_are_one_object_or_two() -> None:
+    """A value that was loaded is another object than one that was made; files must not show that."""
+    shared = "mode"
+    states = [{"a": shared, "b": shared}, {"a": "".join(["mo", "de"]), "b": "".join(["m", "ode"])}]
+    files = []
+    for state in states:
+        writer, _ = Snapshots(copies=True).take("optimizer o", Owner(state))
+        files.append(io.BytesIO())
+        writer(files[-1])
+    assert files[0].getvalue() == files[1].getvalue()

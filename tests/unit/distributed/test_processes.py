@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.distributed import processes
+from pipeline.distributed.peer_monitor import PeerMonitor
 from pipeline.distributed.processes import Processes, is_lost_peer, is_silent_peer
 from pipeline.errors import StateConflict
 
@@ -91,3 +92,12 @@ def test_first_of_all_processes_is_found_by_their_store(monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "_MAX_SECONDS_TO_ASK", 0.1)
     with patch.object(dist.HashStore, "add", side_effect=lambda *words: time.sleep(10)):
         assert second.is_first("to fail")
+
+
+def test_processes_of_one_machine_are_watched_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a kernel waits for a lost peer without an end; on CPUs gloo itself reports one."""
+    watches = []
+    monkeypatch.setattr(PeerMonitor, "start", lambda monitor, *_: watches.append(monitor._watches_processes))
+    for kind in ("cuda", "cpu"):
+        Processes(0, 2, torch.device(kind), dist.HashStore()).watch_peers(print)
+    assert watches == [True]

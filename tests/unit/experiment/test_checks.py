@@ -13,7 +13,7 @@ from pipeline.experiment.assembly import Experiment, assemble, read_checked_cont
 from pipeline.experiment.checks.data import check_even_steps
 from pipeline.experiment.checks.parameters import sparse_problems
 from pipeline.experiment.settings.settings import parse_settings, read_contents
-from tests.support.experiments import write_experiment
+from tests.support.experiments import FILES, write_experiment
 
 CPU = torch.device("cpu")
 HEADS = """
@@ -266,7 +266,7 @@ def test_scheduler_function_must_return_a_scheduler(tmp_path: Path) -> None:
     groups = "[{'name': 'h', 'params': [*modules['head_a'].parameters(), *modules['head_b'].parameters()]}]"
     text = HEADS.replace("{groups}", groups).replace("BaseScheduler()", "StepLR(optimizer, 1)")
     text = text.replace("import SGD", "import SGD\n    from torch.optim.lr_scheduler import StepLR")
-    assert "TorchScheduler wraps torch's" in only_problem(tmp_path, {"optim_sched/heads": text}).what
+    assert "return TorchScheduler(StepLR(…))" in only_problem(tmp_path, {"optim_sched/heads": text}).fix
 
 
 def test_sync_batchnorm_without_cuda_is_told(tmp_path: Path) -> None:
@@ -311,8 +311,33 @@ def create_scheduler(optimizer):
 """
     found = [problem.what for problem in problems_of(tmp_path, {"datasets/a": empty, "optim_sched/heads": plateau})]
     assert len(found) == 3
-    for words in ("the train split must have points", "must have a 'name' of its own", "TorchScheduler wraps torch's"):
+    for words in (
+        "the train split must have points",
+        "must have a 'name' of its own",
+        "must return an object with a method",
+    ):
         assert any(words in what for what in found)
+
+
+def test_frozen_modules_do_not_hide_an_empty_split(tmp_path: Path) -> None:
+    """What names say and what data say is in one list, too."""
+    frozen = "from torch import nn\nmodule = nn.Linear(8, 1)\nsettings = {'frozen': True}\n"
+    files: dict[str, str | None] = {f"modules/{name}": frozen for name in ("trunk", "head_a", "head_b")}
+    files["datasets/a"] = "from ..utils.points import Points\ndataset = Points(0, 0)\n"
+    found = [problem.what for problem in problems_of(tmp_path, files)]
+    for words in ("all are frozen", "the train split must have points"):
+        assert any(words in what for what in found)
+
+
+def test_transform_without_a_dataset_is_one_problem(tmp_path: Path) -> None:
+    """A slip in a file name is reported from both sides, whatever else is asked about the dataset."""
+    renamed = {"module_transforms/b": None, "module_transforms/bb": FILES["pymodules/module_transforms/b.py"]}
+    found = [str(problem) for problem in problems_of(tmp_path, renamed)]
+    for words in (
+        "bb.py: must be named like a dataset, but there are a, b. Did",
+        "b.py: the file is missing for dataset",
+    ):
+        assert any(f"module_transforms/{words}" in problem for problem in found)
 
 
 def test_wrong_settings_do_not_hide_wrong_pymodules(tmp_path: Path) -> None:

@@ -199,3 +199,10 @@ def test_cpu_without_a_list_of_its_cores_has_a_name(tmp_path: Path, monkeypatch:
 def test_memory_is_that_of_this_process() -> None:
     """On a CPU the resident memory is reported in megabytes."""
     assert 10 < memory_in_mb(torch.device("cpu")) < 100_000
+
+
+def test_gpus_of_other_makers_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XPU is supported like CUDA, with its own backend."""
+    show_accelerator(monkeypatch, "xpu", 2)
+    assert choose_device().device == torch.device("xpu", 0)
+    assert backend_of(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"

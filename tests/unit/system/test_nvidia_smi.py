@@ -102,3 +102,9 @@ def test_malformed_devices_are_refused(text: str) -> None:
     """Anything else is refused with what was given."""
     with pytest.raises(UsageError, match="GPUs"):
         parse_devices(text)
+
+
+def test_counting_waits_long_enough_and_knows_other_drivers() -> None:
+    """nvidia-smi takes seconds on nodes with many GPUs; AMD's driver has a device of its own."""
+    assert nvidia_smi.SECONDS_TO_COUNT >= 20
+    assert Path("/dev/kfd") in nvidia_smi._OTHER_DRIVERS

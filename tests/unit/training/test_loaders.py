@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from pipeline.distributed.collectives import _guard
+from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.training.loaders import KeyedDataset, Loader, Prefetcher, to_device
 from pipeline.training.step_plan import PlannedBatch
@@ -243,3 +246,10 @@ def test_workers_start_before_the_first_batch_is_asked_for(keeps: bool) -> None:
     assert len(set(multiprocessing.active_children()) - before) == 1
     assert loader.starts_workers is not keeps
     assert len(list(batches)) == 2
+
+
+def test_collective_while_loading_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks load other batches at other times: a collective in a transform would wait for ever."""
+    monkeypatch.setattr(dist, "barrier", _guard("barrier", lambda: None))
+    with pytest.raises(PipelineError, match=r"datasets/a.py.* calls torch.distributed.barrier"):
+        loaded(lambda point: dist.barrier() or point)

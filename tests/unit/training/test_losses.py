@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,13 +75,13 @@ def test_recording_keeps_no_gradient() -> None:
 BAD_LOSSES: dict[str, tuple[Any, str]] = {
     "not a dict": (torch.ones(4), "a dict of losses, but returned Tensor"),
     "nothing": (None, "a dict of losses, but returned NoneType"),
-    "missing register": ({"loss": torch.ones(4)}, "keys of its loss_registers, loss, error, but it lacks error"),
-    "unknown register": ({name: torch.ones(4) for name in (*REGISTERS, "x")}, "but it also has x"),
+    "missing register": ({"loss": torch.ones(4)}, "all of its loss_registers, loss, error, but lacks error"),
+    "unknown register": ({name: torch.ones(4) for name in (*REGISTERS, "x")}, "but also has x"),
     "averaged": ({"loss": torch.tensor(1.0), "error": torch.ones(4)}, "one value per item for 'loss', here 4"),
     "too many": ({"loss": torch.ones(4, 2), "error": torch.ones(4)}, r"shape \(4, 2\)"),
     "other device": (
         {"loss": torch.ones(4, device="meta"), "error": torch.ones(4)},
-        "'loss' on the device of the run, cpu, but it is on meta.\n  fix:",
+        "'loss' on the device of the run, cpu, but it is on meta\n    fix:",
     ),
     "a number": ({"loss": 3.0, "error": torch.ones(4)}, "returned 3.0"),
 }
@@ -90,11 +91,11 @@ BAD_LOSSES: dict[str, tuple[Any, str]] = {
 def test_broken_contract_is_told_with_the_file(losses: Any, what: str) -> None:
     """A module transform that returns anything else is told what it must return."""
     with pytest.raises(PipelineError, match=what) as raised:
-        check_losses(losses, REGISTERS, 4, "module_transforms/a.py", torch.device("cpu"))
-    assert str(raised.value).startswith("module_transforms/a.py must return")
+        check_losses(losses, REGISTERS, 4, Path("module_transforms/a.py"), torch.device("cpu"))
+    assert str(raised.value).startswith("module_transforms/a.py: must return")
 
 
 def test_losses_that_follow_the_contract_pass() -> None:
     """One value per item, in the order of the registers."""
     losses = {"error": torch.ones(4), "loss": torch.zeros(4, 1)}
-    assert list(check_losses(losses, REGISTERS, 4, "x", torch.device("cpu"))) == ["loss", "error"]
+    assert list(check_losses(losses, REGISTERS, 4, Path("x"), torch.device("cpu"))) == ["loss", "error"]

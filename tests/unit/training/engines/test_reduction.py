@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pipeline.distributed.processes import Processes
-from pipeline.training.engines.reduction import _BUCKET_BYTES, TreeSums, _buckets
+from pipeline.training.engines.reduction import _BUCKET_BYTES, TreeSums, _buckets, gradient_norms
 
 
 def test_absent_tensors_add_nothing() -> None:
@@ -46,3 +47,11 @@ def test_buckets_cut_large_tensors_and_keep_types_apart() -> None:
         assert own[0] == 0
         assert own[-1] == tensor.numel()
         assert own[1:-1:2] == own[2::2]
+
+
+def test_norms_of_unusual_gradients_are_right() -> None:
+    """Double, complex and sparse gradients count as much as others, entries of one place of a sparse one together."""
+    twice = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 4.0]), (3,))
+    norms = gradient_norms([torch.ones(3).double(), torch.full((2,), 3 + 4j), twice])
+    assert [float(norm) for norm in norms] == pytest.approx([3**0.5, 50**0.5, 7.0])
+    assert {norm.dtype for norm in norms} == {torch.float32}
