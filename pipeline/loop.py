@@ -38,7 +38,7 @@ class Loop:
         # Without evaluations, the policies judge every training epoch itself.
         self._has_evaluations = self._settings.training.evaluation_interval > 0
         limits = (self._settings.training.max_epochs, session.training.plan.last_epoch)
-        # The last epoch that the settings allow, or max_steps, whoever says so.
+        # The last epoch that the settings allow, or the one in which max_steps is reached.
         self._limit = min((limit for limit in limits if limit is not None), default=None)
         self._committed_at = time.monotonic()
         self._pace = Pace()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +23,12 @@ from pipeline.experiment.checks.parameters import (
     sync_batchnorm_problems,
 )
 from pipeline.experiment.compilation import compile_module
+from pipeline.experiment.optimizers import create_optimizers, create_schedulers, name_groups
 from pipeline.experiment.pymodules.assumptions import Assumption
-from pipeline.experiment.pymodules.contract_examples import required_methods
 from pipeline.experiment.pymodules.contracts import ContractReader
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.loader import PymoduleLoader
-from pipeline.experiment.pymodules.user_code import place_of, user_problem
+from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.settings import (
     Contents,
@@ -41,7 +40,7 @@ from pipeline.experiment.settings.settings import (
     readable_contents,
 )
 from pipeline.experiment.sharding import shard_module
-from pipeline.system.accelerators import CPU, has_fused_kernels
+from pipeline.system.accelerators import CPU
 from pipeline.system.formatting import flat, shown_parameters
 from pipeline.system.logging import LOGGER
 from pipeline.system.seeding import seed_generators
@@ -49,8 +48,6 @@ from pipeline.system.seeding import seed_generators
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Not SGD: its kernel fails at sparse gradients, and at a momentum that begins later than others.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 _NO_NAMES: frozenset[str] = frozenset()
 
 
@@ -211,9 +208,9 @@ def _assemble(
     splits: Splits = {}
     if "datasets" not in failed:
         splits, split_problems = read_splits(components, folder)
-        problems += split_problems
         if settings.limit_batches is not None and "dataloaders" not in failed:
             splits = _limit(splits, components, settings.limit_batches)
+        problems += split_problems
         if not split_problems and not failed & {"module_transforms", "loss_registers"}:
             problems += unevaluated_registers(components, settings, splits, folder)
     optimizers: dict[str, Optimizer] = {}
@@ -230,27 +227,19 @@ def _assemble(
         if not module_problems and "optim_sched" not in failed:
             _place_modules(components, device, mesh)
             if settings.training.sync_batchnorm:
-                # Layers are replaced inside a module. A module that is a BatchNorm layer itself stays as it is.
-                for module in components.trained_modules.values():
-                    nn.SyncBatchNorm.convert_sync_batchnorm(module)
+                _synchronise_batchnorm(components)
             # After sharding: optimizers must hold the shards, not the parameters that the shards replace.
-            optimizers = _create_optimizers(components, settings, folder, problems)
-            parts.assumptions.extend(_name_groups(optimizers))
+            optimizers = create_optimizers(components, settings, folder, problems)
+            parts.assumptions.extend(name_groups(optimizers))
             problems += optimizer_problems(optimizers, folder)
             # Without one optimizer, all of its parameters would be reported as being in none.
             if len(optimizers) == len(components.optim_sched):
                 problems += parameter_problems(components, optimizers, folder)
-            schedulers = _create_schedulers(components, optimizers, folder, problems)
+            schedulers = create_schedulers(components, optimizers, folder, problems)
+    assumed = tuple(parts.assumptions)
+    is_sharded = mesh is not None
     experiment = Experiment(
-        settings,
-        components,
-        splits,
-        optimizers,
-        schedulers,
-        device,
-        folder,
-        is_sharded=mesh is not None,
-        assumptions=tuple(parts.assumptions),
+        settings, components, splits, optimizers, schedulers, device, folder, is_sharded, assumptions=assumed
     )
     return experiment, list(dict.fromkeys(problems))
 
@@ -295,6 +284,12 @@ def _read_components(
     return _Parts(settings, components, assumptions, [*loader.problems, *reader.problems, *mismatches], failed)
 
 
+def _synchronise_batchnorm(components: Components) -> None:
+    # Layers are replaced inside a module. A module that is a BatchNorm layer itself stays as it is.
+    for module in components.trained_modules.values():
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)
+
+
 def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
     for name, definition in components.modules.items():
         definition.module.to(device)
@@ -304,85 +299,3 @@ def _place_modules(components: Components, device: torch.device, mesh: DeviceMes
             compile_module(definition.module, name)
         if mesh is not None:
             shard_module(definition, mesh)
-
-
-def _create_optimizers(
-    components: Components, settings: Settings, folder: Path, problems: list[Problem]
-) -> dict[str, Optimizer]:
-    """Return the optimizers that can be created, and add what is wrong with the others to ``problems``."""
-    optimizers: dict[str, Optimizer] = {}
-    for name, definition in components.optim_sched.items():
-        where = str(folder / "optim_sched" / f"{name}.py")
-        try:
-            optimizer = definition.create_optimizer(components.all_modules)
-        except (Exception, SystemExit) as error:
-            problem = user_problem(error, folder, where, "create_optimizer must work")
-            # Not its subclasses: a missing parameter says by itself what there is.
-            if type(error) is KeyError:
-                problem = replace(problem, fix=f"the modules are {', '.join(components.all_modules)}")
-            problems.append(problem)
-            continue
-        if not isinstance(optimizer, Optimizer):
-            what = f"create_optimizer must return a torch optimizer, but returns {type(optimizer).__name__}"
-            problems.append(Problem(where, what))
-            continue
-        _prefer_fused(optimizer)
-        optimizers[name] = optimizer
-    # Before the schedulers are created, which take the rates that they find as their base.
-    if scaling := settings.training.lr_scaling:
-        ratio = settings.step_min_items / scaling.base_items
-        factor = math.sqrt(ratio) if scaling.rule == "sqrt" else ratio
-        for optimizer in optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] *= factor
-    return optimizers
-
-
-def _name_groups(optimizers: dict[str, Optimizer]) -> Iterator[Assumption]:
-    """Give a name to every param group that has none."""
-    for name, optimizer in optimizers.items():
-        unnamed = [index for index, group in enumerate(optimizer.param_groups) if "name" not in group]
-        for index in unnamed:
-            optimizer.param_groups[index]["name"] = f"group_{index}"
-        if unnamed:
-            what = f"names of param groups: {', '.join(f'group_{index}' for index in unnamed)}"
-            yield Assumption(f"pymodules/optim_sched/{name}.py", what)
-
-
-def _prefer_fused(optimizer: Optimizer) -> None:
-    """Use torch's fused kernels where the author has not chosen otherwise: the same update in one pass."""
-    # A subclass may change what a step does.
-    if type(optimizer) not in _FUSED:
-        return
-    for group in optimizer.param_groups:
-        is_undecided = all(group.get(key) is None for key in ("fused", "foreach"))
-        # These are choices of the author, too.
-        is_special = group.get("capturable") or group.get("differentiable")
-        is_supported = all(
-            parameter.is_floating_point() and has_fused_kernels(parameter.device) for parameter in group["params"]
-        )
-        if is_undecided and not is_special and is_supported:
-            group["fused"] = True
-
-
-def _create_schedulers(
-    components: Components, optimizers: dict[str, Optimizer], folder: Path, problems: list[Problem]
-) -> dict[str, BaseScheduler]:
-    """Return the schedulers that can be created, and add what is wrong with the others to ``problems``."""
-    schedulers: dict[str, BaseScheduler] = {}
-    for name, optimizer in optimizers.items():
-        where = str(folder / "optim_sched" / f"{name}.py")
-        try:
-            schedulers[name] = components.optim_sched[name].create_scheduler(optimizer)
-        except (Exception, SystemExit) as error:
-            problems.append(user_problem(error, folder, where, "create_scheduler must work"))
-            continue
-        for method in required_methods("scheduler"):
-            if not callable(getattr(schedulers[name], method, None)):
-                what = f"create_scheduler must return an object with a method {method}"
-                kind = type(schedulers[name]).__name__
-                fix = f"return TorchScheduler({kind}(…)) for a scheduler of torch's, from pipeline.components"
-                problems.append(Problem(place_of(Path(where), "create_scheduler"), what, fix))
-                # One of torch's own schedulers lacks several: one message is enough.
-                break
-    return schedulers

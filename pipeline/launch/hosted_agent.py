@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from pipeline.command_lines import run_line
 from pipeline.launch.torchrun_command import TrainingLine
 
-# torch's agent raises at these signals unless it is told to handle none.
+# torch's agent raises at these signals unless this names none.
 _HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # The first Ctrl+C asks to stop, the second interrupts; from the third on processes are killed.
 _NUM_PASSED_ON = 2

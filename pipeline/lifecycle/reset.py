@@ -73,7 +73,7 @@ def open_fresh(paths: ExperimentPaths, disk: Disk, lock: RunLock) -> None:
 def reset(paths: ExperimentPaths, disk: Disk, *, only_untrained: bool = False) -> None:
     """Delete results and logs; one rename decides, so a kill leaves the old experiment or none.
 
-    With ``only_untrained``, results in which something was trained meanwhile are left alone.
+    With ``only_untrained``, results of a run that has trained since it was looked at are left alone.
     """
     finish_reset(paths, disk)
     if paths.results.exists():

@@ -15,9 +15,10 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
+from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
 from pipeline.training.loaders import Batch, KeyedDataset, Loader
 from pipeline.training.losses import check_losses
-from pipeline.training.step_plan import BatchRef, EndlessPoints, EpochPoints, PlannedBatch, Points, SplitShape
+from pipeline.training.step_plan import BatchRef, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What torch's allocators and the operating system say when memory ends.

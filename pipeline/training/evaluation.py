@@ -11,11 +11,12 @@ from pipeline.checkpoint.records import Records
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
+from pipeline.training.batch_points import PlannedBatch
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
 from pipeline.training.loaders import Batch
 from pipeline.training.losses import LossAccumulator, total_losses
-from pipeline.training.step_plan import BatchAssignment, PlannedBatch, assign_rounds, evaluation_refs
+from pipeline.training.step_plan import BatchAssignment, assign_rounds, evaluation_refs
 
 # Asking all ranks whether one was asked to stop is a collective; an evaluation that stops loses its own time only.
 _ROUNDS_BETWEEN_STOP_CHECKS = 16

@@ -23,7 +23,7 @@ from pipeline.experiment.pymodules.definitions import Batch, LoaderArguments
 from pipeline.system.logging import LOGGER
 from pipeline.system.seeding import seed_generators
 from pipeline.system.stop_requests import die_with_parent, ignore_stop_signals
-from pipeline.training.step_plan import PlannedBatch
+from pipeline.training.batch_points import PlannedBatch
 
 # A forked worker starts within milliseconds. This is for machines with far more processes than cores.
 SECONDS_TO_START = 20.0

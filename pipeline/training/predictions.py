@@ -10,9 +10,10 @@ import torch
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.serialization.npz_files import is_entry_name
+from pipeline.training.batch_points import PlannedBatch
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.loaders import Batch
-from pipeline.training.step_plan import BatchAssignment, PlannedBatch
+from pipeline.training.step_plan import BatchAssignment
 
 Columns = dict[str, np.ndarray]
 # Columns of ours: which point an item belongs to, and which item of the split it is.

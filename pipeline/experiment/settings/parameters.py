@@ -1,4 +1,4 @@
-"""``settings/parameters.json``: free-form values of the author's, and the optional schema beside it."""
+"""``settings/parameters.json``: free-form values of the author's, and the optional schema next to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_parameters(folder: Path) -> tuple[dict[str, Json], list[Problem]]:
     path = folder / PARAMETERS_FILE
     has_schema = (folder / SCHEMA_FILE).exists()
     if not path.exists():
-        what = f"must stand beside a {PARAMETERS_FILE}, but there is none"
+        what = f"must lie next to a {PARAMETERS_FILE}, but there is none"
         return {}, [Problem(str(folder / SCHEMA_FILE), what)] if has_schema else []
     try:
         document = read_document(path)

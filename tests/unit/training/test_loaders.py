@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 from pipeline.distributed.collectives import _guard
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import LoaderArguments
+from pipeline.training.batch_points import PlannedBatch
 from pipeline.training.loaders import KeyedDataset, Loader, Prefetcher, to_device
-from pipeline.training.step_plan import PlannedBatch
 
 CPU = torch.device("cpu")
 BATCHES = [PlannedBatch("a", (3, 1, 4), (0, "train", 1, "a", 0)), PlannedBatch("a", (1, 5), (0, "train", 1, "a", 1))]
@@ -116,7 +116,7 @@ import time
 import torch
 from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.training.loaders import KeyedDataset, Loader
-from pipeline.training.step_plan import PlannedBatch
+from pipeline.training.batch_points import PlannedBatch
 
 
 class Stuck:
@@ -149,7 +149,7 @@ import torch
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.training import loaders
-from pipeline.training.step_plan import PlannedBatch
+from pipeline.training.batch_points import PlannedBatch
 
 num_hanging = int(sys.argv[1])
 num_forks = 0

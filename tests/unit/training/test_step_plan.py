@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.experiment.settings.settings import LoggingSettings, Settings, TrainingSettings
+from pipeline.training.batch_points import EndlessPoints, EpochPoints
 from pipeline.training.step_plan import (
     BatchRef,
     EndlessPlan,
-    EndlessPoints,
-    EpochPoints,
     MixturePlan,
     PassPlan,
     SplitShape,

@@ -108,7 +108,7 @@ def test_wrong_schema_is_told(tmp_path: Path, schema: Any, what: str) -> None:
 def test_schema_alone_is_told(tmp_path: Path) -> None:
     """A schema without parameters would silently do nothing."""
     (problem,) = problems_of(folder_with(tmp_path, None, SCHEMA))
-    assert "must stand beside a parameters.json" in problem.what
+    assert "must lie next to a parameters.json" in problem.what
 
 
 @pytest.mark.parametrize(
