@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.parts import Moment
+from pipeline.command_lines import verb_line
 from pipeline.monitoring.journal import EPOCH
 from pipeline.progress import EVALUATION, TRAINING, Progress
 from pipeline.session import TrainingSession
 from pipeline.store.changes import Changes
 from pipeline.system.accelerators import memory_in_mb
-from pipeline.system.logging import LOGGER
+from pipeline.system.logging import LOGGER, log_detail, log_on_terminal
 from pipeline.system.seeding import seed_generators
-from pipeline.tracking.log_lines import shown_losses, step_line, val_line
+from pipeline.tracking.log_lines import epoch_line, shown_losses, shown_rates, step_line, val_line
 from pipeline.tracking.progress_bar import ProgressBar
 from pipeline.tracking.publisher import Publisher
 from pipeline.tracking.startup_summary import latest_values
@@ -43,6 +44,8 @@ class Loop:
         self._committed_at = time.monotonic()
         self._pace = Pace()
         self._kept_pools: list[str] = []
+        # The latest loss and rates, for the bar.
+        self._shown = ""
 
     def run(self, progress: Progress, stop_after_epoch: int | None) -> Progress:
         """Return where the run ended: finished, or at the place from which it will continue."""
@@ -73,10 +76,12 @@ class Loop:
             # A forked worker would inherit the locks of the commit's thread, held for ever.
             session.commits.wait()
         self._pace.begin_epoch(progress.step)
-        with self._new_bar(f"train {epoch}", total, progress.step, self._settings.logging.train_updates) as bar:
+        self._shown = ""
+        updates = self._settings.logging.train_updates
+        with self._new_bar(self._title("epoch", epoch), total, progress.step, updates) as bar:
             for report in session.training.run(epoch, progress.step, self._requests):
                 self._after_step(epoch, report)
-                bar.advance()
+                bar.advance(self._shown)
                 is_due = report.outcome.commit or (every is not None and report.step % every == 0)
                 # The last step is committed with its epoch.
                 if report.step < total and (report.outcome.stop or is_due):
@@ -93,6 +98,8 @@ class Loop:
             following = progress.next(evaluate=is_evaluated)
         else:
             following = self._judge(progress)
+            losses = shown_losses(session.records.losses, "train", self._weights(), total)
+            log_on_terminal(epoch_line(self._title("epoch", epoch), losses, is_best=False))
         self._note_epoch("train", epoch)
         self._commit(Moment.AFTER_TRAINING, epoch, following)
         return following
@@ -112,7 +119,8 @@ class Loop:
             # As before training: a worker must not inherit the locks of the commit's thread.
             session.commits.wait()
         self._pace.begin_epoch(0)
-        with self._new_bar(f"val {epoch}", stage.num_rounds, 0, self._settings.logging.eval_updates) as bar:
+        updates = self._settings.logging.eval_updates
+        with self._new_bar(self._title("evaluation", epoch), stage.num_rounds, 0, updates) as bar:
             for has_stopped in stage.run(epoch, session.stop_requests.asked):
                 if has_stopped:
                     return progress
@@ -126,7 +134,8 @@ class Loop:
         following = self._judge(progress)
         self._note_epoch("val", epoch)
         losses = shown_losses(session.records.losses, "val", self._weights())
-        LOGGER.info(val_line(epoch, stage.num_rounds, losses))
+        log_detail(val_line(epoch, stage.num_rounds, losses))
+        log_on_terminal(epoch_line(self._title("epoch", epoch), losses, is_best="best" in self._kept_pools))
         self._commit(Moment.AFTER_EVALUATION, epoch, following)
         return following
 
@@ -166,9 +175,14 @@ class Loop:
         # An error of the commit that is being written ends the run at the next step, not at the next commit.
         session.commits.poll()
         self._pace.add(report.step, report.seconds, report.data_seconds)
-        if report.outcome.skipped:
+        if report.outcome.skipped and session.processes.is_rank_zero:
+            replay = ["--epoch", str(epoch), "--step", str(report.step)]
             LOGGER.warning(
-                "Epoch %d, step %d skipped on all ranks: a loss or gradient is not finite.", epoch, report.step
+                "Epoch %d, step %d skipped on all ranks: %s. To look at it: %s",
+                epoch,
+                report.step,
+                report.cause or "a gradient is not finite",
+                verb_line("replay", session.paths.name, session.paths.home, *replay),
             )
         # Of the experiment if its last epoch is known, else of the epoch.
         plan = session.training.plan
@@ -180,7 +194,8 @@ class Loop:
             session.training.flush()
             num_logged = (report.step - 1) % every + 1
             losses = shown_losses(session.records.losses, "train", self._weights(), num_logged)
-            LOGGER.info(step_line(epoch, report, session.experiment, session.processes.device, eta_seconds, losses))
+            log_detail(step_line(epoch, report, session.experiment, session.processes.device, eta_seconds, losses))
+            self._shown = f"loss {losses['loss']:.4g}, lr {shown_rates(session.experiment.learning_rates())}"
         if session.processes.is_rank_zero and session.status.is_due():
             self.write_status(
                 Progress(TRAINING, epoch, report.step),
@@ -191,6 +206,11 @@ class Loop:
                 epoch_eta=self._pace.seconds_for(report.num_steps - report.step),
                 memory=memory_in_mb(session.processes.device),
             )
+
+    def _title(self, stage: str, epoch: int) -> str:
+        """Return the name of a stage with its epoch, and how many there are if that is known."""
+        last = self._max_epochs
+        return f"{stage} {epoch}/{last}" if last else f"{stage} {epoch}"
 
     def _note_epoch(self, split: str, epoch: int) -> None:
         session = self._session

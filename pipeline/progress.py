@@ -26,6 +26,11 @@ class Progress:
         return self.stage == FINISHED
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has been done yet, not even the preparation."""
+        return self.stage == PREPARE
+
+    @property
     def has_trained(self) -> bool:
         """Whether a training step lies before this place."""
         return self.order > (1, _STAGES.index(TRAINING), 0)

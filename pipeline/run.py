@@ -69,7 +69,7 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
         arguments = replace(arguments, mode=AUTO)
     if situation.is_finished and arguments.mode != RESET:
         processes.on_rank_zero(_settle, paths, disk)
-        return Progress(situation.progress.stage, situation.progress.epoch) if situation.progress else Progress()
+        return situation.progress or Progress()
     action = processes.on_rank_zero(choose_action, arguments, paths, situation)
     return _Run(arguments, paths, processes, disk, watch).execute(action)
 
@@ -112,7 +112,12 @@ class _Run:
                 self._count(session)
             self._introduce(session, progress)
             with conclude_run(self._paths, session.journal, session.close):
-                return self._loop(session, progress)
+                publisher = self._new_publisher(session, progress)
+                loop = Loop(session, publisher)
+                session.stop_requests.listen()
+                if progress.is_fresh:
+                    progress = self._prepare(session, loop, progress)
+                return self._loop(session, loop, publisher, progress)
         finally:
             self._lock.release()
 
@@ -288,22 +293,21 @@ class _Run:
         for line in lines:
             LOGGER.log(WARNING if line.startswith(WARNING_MARK) else INFO, line.removeprefix(WARNING_MARK))
 
-    def _loop(self, session: TrainingSession, progress: Progress) -> Progress:
+    def _prepare(self, session: TrainingSession, loop: Loop, progress: Progress) -> Progress:
+        """Commit what a fresh experiment begins with; return the place that follows."""
+        following = progress.next()
+        session.experiment.initialize_schedulers()
+        loop.commit_prepared(following)
+        session.commits.wait()
+        # Every rank loads the committed counts, rank zero too: a run must see what a resumed one would see.
+        commit = self._processes.on_rank_zero(self._commit_to_read, is_counted)
+        with committed_files(self._paths, self._processes, commit) as files:
+            restore_counters(session.experiment.components, files.folder)
+        return following
+
+    def _loop(self, session: TrainingSession, loop: Loop, publisher: Publisher, progress: Progress) -> Progress:
         """Train until the end or a stop, and conclude on rank zero."""
-        experiment = session.experiment
-        publisher = self._new_publisher(session, progress)
-        loop = Loop(session, publisher)
-        session.stop_requests.listen()
-        if progress == Progress():
-            progress = progress.next()
-            experiment.initialize_schedulers()
-            loop.commit_prepared(progress)
-            session.commits.wait()
-            # Every rank loads the committed counts, rank zero too: a run must see what a resumed one would see.
-            commit = self._processes.on_rank_zero(self._commit_to_read, is_counted)
-            with committed_files(self._paths, self._processes, commit) as files:
-                restore_counters(experiment.components, files.folder)
-        experiment.create_module_transforms()
+        session.experiment.create_module_transforms()
         if self._watch is not None:
             self._watch(session)
         progress = loop.run(progress, self._arguments.stop_after_epoch)
@@ -324,7 +328,7 @@ class _Run:
         if self._processes.is_rank_zero and self._watch is None:
             trackers = create_trackers(experiment.settings.logging, experiment.components.trackers)
             publisher.begin(trackers, tracked_run(self._paths, experiment.settings), epoch)
-        if progress != Progress():
+        if not progress.is_fresh:
             publisher.resume(epoch)
         return publisher
 

@@ -14,7 +14,6 @@ import torch
 from pipeline.arguments import RESET, RESUME, Arguments, add_set_option
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
-from pipeline.evaluation.batch_failures import same_elsewhere
 from pipeline.evaluation.trial import Trial
 from pipeline.experiment.assembly import Experiment, assemble, assumed_settings, count, read_checked_contents
 from pipeline.experiment.checks.parameter_uses import doubtful_parameters
@@ -111,8 +110,7 @@ def _try_batches(experiment: Experiment, processes: Processes) -> None:
     problems: list[Problem] = []
     for result in trial.run():
         if isinstance(result, Problem):
-            if not same_elsewhere(result, problems):
-                problems.append(result)
+            problems.append(result)
         else:
             # An evaluation has no backward pass.
             times = [f"{seconds:.3f} s" for seconds in result.seconds] + [""] * (3 - len(result.seconds))

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 
 from pipeline.command_lines import verb_line
@@ -23,6 +24,7 @@ from pipeline.monitoring.experiment_state import (
     RunOwner,
     read_overview,
 )
+from pipeline.monitoring.start_outcomes import FAILED, KILLED, UNKNOWN
 from pipeline.monitoring.status_file import Status
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.system.files import last_lines
@@ -37,7 +39,12 @@ from pipeline.system.formatting import (
 )
 from pipeline.system.nvidia_smi import look_at_gpus
 
-EXAMPLE = "examples:\n  training-pipeline status\n  training-pipeline status digits --watch"
+EXAMPLE = """\
+examples:
+  training-pipeline status
+  training-pipeline status --failed
+  training-pipeline status --sort digit_accuracy
+  training-pipeline status digits --watch"""
 EXIT_CODES = {FINISHED: 0, RUNNING: 4, STARTING: 4, WAITING: 4, UNFINISHED: 5, NEW: 6}
 _CLEAR_SCREEN = "\033[H\033[J"
 
@@ -46,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiments", nargs="*", metavar="EXP", help="default: all of them, one line each")
     parser.add_argument(
         "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="look again and again, until none is alive"
+    )
+    parser.add_argument(
+        "--failed", action="store_true", help="list only experiments whose last start failed or was killed"
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="KEY",
+        help="order of the list: state, since, or a register, the best value first (default: name)",
     )
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
     codes = ", ".join(f"{code} {state}" for state, code in EXIT_CODES.items())
@@ -62,6 +77,10 @@ def execute(arguments: argparse.Namespace) -> int:
         # Without names every look lists the experiments again: others may have been added.
         shown = chosen or [ExperimentPaths(home, name) for name in all_names(home)]
         overviews = [read_overview(paths) for paths in shown]
+        if arguments.failed:
+            overviews = [overview for overview in overviews if _describe_state(overview) in (FAILED, KILLED)]
+        if arguments.sort:
+            overviews.sort(key=partial(_sort_key, arguments.sort))
         if arguments.json:
             found = {overview.experiment.paths.name: overview.to_json() for overview in overviews}
             text = json.dumps(found, indent=1)
@@ -69,6 +88,8 @@ def execute(arguments: argparse.Namespace) -> int:
             text = "\n".join(_format_pages(overviews, arguments.lines))
         elif overviews:
             text = "\n".join(_format_list(overviews))
+        elif arguments.failed:
+            text = f"no experiment in {home} has failed or was killed"
         else:
             text = f"no experiments in {home}\n  to make one: {verb_line('new', 'NAME', home)}"
         is_screen = arguments.watch is not None and sys.stdout.isatty()
@@ -86,6 +107,41 @@ def _format_place(overview: Overview) -> str:
     return str(progress) if progress else ""
 
 
+def _describe_state(overview: Overview) -> str:
+    """Return the state, and of an unfinished experiment how its last start ended."""
+    ended = overview.ended
+    if overview.state != UNFINISHED or ended is None or ended.outcome == UNKNOWN:
+        return overview.state
+    return ended.outcome
+
+
+def _format_since(overview: Overview) -> str:
+    """Return when the state was reached: when a live run began, else when the status file was written last."""
+    if overview.owner is not None:
+        return str(overview.owner.content.get("started", ""))
+    return str(overview.experiment.status.updated or "")
+
+
+def _shorten_since(overview: Overview) -> str:
+    # Without seconds and time zone: the list has little room.
+    return _format_since(overview)[5:16]
+
+
+def _sort_key(key: str, overview: Overview) -> tuple[bool, float, str]:
+    """Return what a list is ordered by; experiments without a value come last."""
+    name = overview.experiment.paths.name
+    if key == "state":
+        return False, 0.0, f"{_describe_state(overview)} {name}"
+    if key == "since":
+        return not _format_since(overview), 0.0, f"{_format_since(overview)} {name}"
+    best = overview.experiment.status.best
+    value = best.values.get(key) if best else overview.experiment.status.last.get(key)
+    if value is None:
+        return True, 0.0, name
+    is_max = overview.experiment.direction(key) == "max"
+    return False, -value if is_max else value, name
+
+
 def _format_time_left(overview: Overview) -> str:
     seconds = overview.experiment.status.eta_seconds
     return shown_duration(seconds) if overview.state == RUNNING and seconds is not None else ""
@@ -99,7 +155,8 @@ def _format_last_values(overview: Overview) -> str:
 # The columns of the list, from left to right. A new one is a new row here.
 _COLUMNS: tuple[tuple[str, Callable[[Overview], str]], ...] = (
     ("experiment", attrgetter("experiment.paths.name")),
-    ("state", attrgetter("state")),
+    ("state", _describe_state),
+    ("since", _shorten_since),
     ("at", _format_place),
     ("left", _format_time_left),
     ("last values", _format_last_values),
@@ -135,7 +192,8 @@ def _format_pages(overviews: list[Overview], num_log_lines: int) -> Iterator[str
 def _format_page(overview: Overview) -> Iterator[str]:
     experiment = overview.experiment
     launch = overview.launch
-    yield f"{experiment.paths.name}: {overview.state}"
+    since = "" if overview.state in LIVE or not experiment.status.updated else f" since {experiment.status.updated}"
+    yield f"{experiment.paths.name}: {_describe_state(overview)}{since}"
     if overview.owner is not None:
         yield from _format_live_run(overview.owner, experiment.status)
     if launch is not None and launch.job is not None:

@@ -22,12 +22,12 @@ def explain_failure(error: BaseException, experiment: Experiment, dataset: str, 
     problem = user_problem(error, experiment.folder, str(file), f"a {split} batch of {dataset} must go through")
     if isinstance(error, BrokenContract):
         return problem
-    if (not_a_dict := _describe_point(error, experiment, dataset, split)) is not None:
-        return not_a_dict
+    if (bad_point := _find_bad_point(error, experiment, dataset, split)) is not None:
+        return bad_point
     return replace(problem, fix=problem.fix or _find_remedy(error, experiment, dataset, batch))
 
 
-def _describe_point(error: BaseException, experiment: Experiment, dataset: str, split: str) -> Problem | None:
+def _find_bad_point(error: BaseException, experiment: Experiment, dataset: str, split: str) -> Problem | None:
     """Return what is wrong with the points of a dataset themselves, if that explains the failure."""
     file = experiment.folder / "datasets" / f"{dataset}.py"
     where = place_of(file, "__getitem__")
@@ -81,9 +81,3 @@ def _first_layers(experiment: Experiment) -> Iterator[str]:
             if isinstance(layer, (nn.Linear, nn.LayerNorm)):
                 yield f"{name} {layer}"
                 break
-
-
-def same_elsewhere(problem: Problem, others: list[Problem]) -> bool:
-    """Return whether a validation batch has only met what a training batch of the same dataset met before."""
-    as_training = problem.what.replace("a val batch of", "a train batch of")
-    return any((other.where, other.what) == (problem.where, as_training) for other in others)

@@ -44,6 +44,7 @@ class Trial:
         self._processes = processes
         experiment.create_module_transforms()
         self._optimised = {register.name for register in experiment.settings.loss_registers if register.optimize}
+        self._failures: set[tuple[str, type[BaseException], str]] = set()
         self.update_seconds = 0.0
         # Trained parameters that got no gradient; known once the training step was tried.
         self.untouched: list[str] = []
@@ -51,6 +52,8 @@ class Trial:
     def run(self) -> Iterator[TriedBatch | Problem]:
         """Yield each batch that went through, and what went wrong with others, with their losses and in the update."""
         for result in (*self._train(), *self._evaluate()):
+            if result is None:
+                continue
             yield result
             if isinstance(result, Problem):
                 continue
@@ -60,7 +63,7 @@ class Trial:
                     what = f"{name!r} must be finite, but is {value} in the first {result.split} batch"
                     yield Problem(where, what)
 
-    def _train(self) -> Iterator[TriedBatch | Problem]:
+    def _train(self) -> Iterator[TriedBatch | Problem | None]:
         experiment = self._experiment
         engine = create_engine(experiment, self._processes)
         engine.prepare()
@@ -79,7 +82,7 @@ class Trial:
         is_complete = True
         for position, ref in enumerate(refs):
             result = self._try_batch(runner, ref, "train", engine, position, is_last=ref is refs[-1])
-            is_complete = is_complete and not isinstance(result, Problem)
+            is_complete = is_complete and isinstance(result, TriedBatch)
             yield result
         for hook in hooks:
             hook.remove()
@@ -101,7 +104,7 @@ class Trial:
                 if parameter.requires_grad:
                     yield f"{module_name}.{name}", parameter
 
-    def _evaluate(self) -> Iterator[TriedBatch | Problem]:
+    def _evaluate(self) -> Iterator[TriedBatch | Problem | None]:
         self._experiment.set_training(False)
         runner = BatchRunner(self._experiment, self._processes, "val")
         with torch.no_grad():
@@ -118,7 +121,8 @@ class Trial:
         position: int = 0,
         *,
         is_last: bool = False,
-    ) -> TriedBatch | Problem:
+    ) -> TriedBatch | Problem | None:
+        """Return how a batch went; None if it failed as one before it did."""
         points = runner.points(1)
         dataset = ref.shape.dataset
         times = [time.perf_counter()]
@@ -140,6 +144,11 @@ class Trial:
                     times.append(time.perf_counter())
         # An author's code may also call sys.exit; the other datasets are tried all the same.
         except (Exception, SystemExit) as error:
+            failure = (dataset, type(error), str(error))
+            if failure in self._failures:
+                # A validation batch has met what a training batch met before.
+                return None
+            self._failures.add(failure)
             return explain_failure(error, self._experiment, dataset, split, batch)
         return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means)
 

@@ -23,7 +23,7 @@ from pipeline.experiment.checks.parameters import (
     sync_batchnorm_problems,
 )
 from pipeline.experiment.compilation import compile_module
-from pipeline.experiment.optimizers import create_optimizers, create_schedulers, name_groups
+from pipeline.experiment.optimizers import create_optimizers, create_schedulers, name_groups, scale_rates
 from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.contracts import ContractReader
 from pipeline.experiment.pymodules.definitions import Components
@@ -65,7 +65,7 @@ class Experiment:
     is_sharded: bool = False
     # What stands for files and names that the author has left out.
     assumptions: tuple[Assumption, ...] = ()
-    # Empty until create_module_transforms: a module transform may ask what the data counters have counted.
+    # All that changes later: a module transform may ask what the data counters have counted, so it is created then.
     module_transforms: dict[str, BaseModuleTransform] = field(default_factory=dict)
 
     @property
@@ -231,6 +231,7 @@ def _assemble(
             # After sharding: optimizers must hold the shards, not the parameters that the shards replace.
             optimizers = create_optimizers(components, settings, folder, problems)
             parts.assumptions.extend(name_groups(optimizers))
+            scale_rates(optimizers, settings)
             problems += optimizer_problems(optimizers, folder)
             # Without one optimizer, all of its parameters would be reported as being in none.
             if len(optimizers) == len(components.optim_sched):

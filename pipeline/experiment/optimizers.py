@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,25 +44,32 @@ def create_optimizers(
             continue
         _prefer_fused(optimizer)
         optimizers[name] = optimizer
-    # Before the schedulers are created, which take the rates that they find as their base.
-    if scaling := settings.training.lr_scaling:
-        ratio = settings.step_min_items / scaling.base_items
-        factor = math.sqrt(ratio) if scaling.rule == "sqrt" else ratio
-        for optimizer in optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] *= factor
     return optimizers
 
 
-def name_groups(optimizers: dict[str, Optimizer]) -> Iterator[Assumption]:
-    """Give a name to every param group that has none."""
+def scale_rates(optimizers: dict[str, Optimizer], settings: Settings) -> None:
+    """Apply ``lr_scaling``, before the schedulers are created, which take the rates that they find as their base."""
+    scaling = settings.training.lr_scaling
+    if scaling is None:
+        return
+    ratio = settings.step_min_items / scaling.base_items
+    factor = math.sqrt(ratio) if scaling.rule == "sqrt" else ratio
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+
+
+def name_groups(optimizers: dict[str, Optimizer]) -> list[Assumption]:
+    """Give a name to every param group that has none; return what was given."""
+    assumptions = []
     for name, optimizer in optimizers.items():
         unnamed = [index for index, group in enumerate(optimizer.param_groups) if "name" not in group]
         for index in unnamed:
             optimizer.param_groups[index]["name"] = f"group_{index}"
         if unnamed:
             what = f"names of param groups: {', '.join(f'group_{index}' for index in unnamed)}"
-            yield Assumption(f"pymodules/optim_sched/{name}.py", what)
+            assumptions.append(Assumption(f"pymodules/optim_sched/{name}.py", what))
+    return assumptions
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:

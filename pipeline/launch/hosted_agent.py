@@ -27,7 +27,7 @@ from pipeline.launch.torchrun_command import TrainingLine
 # torch's agent raises at these signals unless this names none.
 _HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # The first Ctrl+C asks to stop, the second interrupts; from the third on processes are killed.
-_NUM_PASSED_ON = 2
+_MAX_PASSED_ON = 2
 _SIGNAL_EXIT_CODE = 128
 _RENDEZVOUS_SECONDS = 900
 
@@ -44,7 +44,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for number in self._received[self._num_passed_on :]:
             self._num_passed_on += 1
-            passed_on = number if self._num_passed_on <= _NUM_PASSED_ON else signal.SIGKILL
+            passed_on = number if self._num_passed_on <= _MAX_PASSED_ON else signal.SIGKILL
             for worker in worker_group.workers:
                 # A worker leads a session of its own, so Ctrl+C in a terminal does not reach it.
                 with contextlib.suppress(ProcessLookupError):
@@ -63,10 +63,24 @@ def host_training(line: TrainingLine, received: list[int]) -> int:
     logger.propagate = False
     logger.handlers = [logging.NullHandler()]
     os.environ[_HANDLED_BY_TORCH] = ""
-    meeting = RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, timeout=_RENDEZVOUS_SECONDS)
-    rendezvous = get_rendezvous_handler(meeting)
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0",
+        run_id=str(uuid.uuid4()),
+        min_nodes=1,
+        max_nodes=1,
+        timeout=_RENDEZVOUS_SECONDS,
+    )
+    rendezvous = get_rendezvous_handler(parameters)
     program, *words = line.worker_words
-    spec = WorkerSpec("default", line.nproc, rendezvous, entrypoint=program, args=tuple(words), max_restarts=0)
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=line.nproc,
+        rdzv_handler=rendezvous,
+        entrypoint=program,
+        args=tuple(words),
+        max_restarts=0,
+    )
     redirects = dict.fromkeys(line.redirected_ranks, Std.ALL)
     logs = DefaultLogsSpecs(str(line.paths.torchrun_logs), redirects=redirects)
     try:
@@ -90,9 +104,9 @@ def _conclude(line: TrainingLine, rank: int, failure: ProcessFailure, *, is_seen
         get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
     # A process that ends by an error of its own says so; here it is repeated if its output went to a file.
     if failure.exitcode > 0:
-        message = failure.message
-        text = message.get("message", "") if isinstance(message, dict) else str(message)
         if not is_seen and has_message:
+            message = failure.message
+            text = message.get("message", "") if isinstance(message, dict) else str(message)
             print(f"\nrank {rank} failed:\n{text}", end="", file=sys.stderr)
         return failure.exitcode
     number = -failure.exitcode

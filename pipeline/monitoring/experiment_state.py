@@ -36,8 +36,6 @@ WAITING = "waiting"
 UNFINISHED = "unfinished"
 NEW = "new"
 LIVE = (RUNNING, STARTING, WAITING)
-# As many heartbeats as a run waits for before it takes over from another one.
-MAX_HEARTBEAT_AGE_SECONDS = 5 * HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,17 @@ class ExperimentState:
         except (OSError, ValueError, RecursionError):
             return {}
         return parameters if isinstance(parameters, dict) else {}
+
+    def direction(self, register: str) -> str:
+        """Return which way a register is better, as the frozen copy says."""
+        try:
+            entries = json.loads(read_regular(self.paths.results / "settings" / "loss_registers.json"))[
+                "loss_registers"
+            ]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return "min"
+        directions = {entry.get("name"): entry.get("direction") for entry in entries if isinstance(entry, dict)}
+        return directions.get(register) or "min"
 
     def history(self) -> History:
         """Return the recorded curves of the same commit."""

@@ -12,6 +12,10 @@ from typing import TextIO
 from tqdm import tqdm
 
 LOGGER = logging.getLogger("pipeline")
+# An attribute of records, and the kinds of handlers it may exclude.
+_NOT_FOR = "not_for"
+_TERMINALS = "terminals"
+_OTHERS = "others"
 
 
 def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None = None) -> None:
@@ -21,7 +25,25 @@ def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None 
     LOGGER.setLevel(logging.INFO if is_rank_zero else logging.WARNING)
     LOGGER.propagate = False
     LOGGER.handlers.clear()
-    _add(_AboveBars(stream or sys.stdout), experiment)
+    stream = stream or sys.stdout
+    is_terminal = stream.isatty()
+    handler = _AboveBars(stream)
+    if is_terminal:
+        # Date and name are in the log file; here they would take half of a line.
+        handler.setFormatter(_TerminalFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    else:
+        handler.setFormatter(_line_format(experiment))
+    _add(handler, is_terminal=is_terminal)
+
+
+def log_detail(message: str) -> None:
+    """Write a line that a terminal need not show: what comes every few steps."""
+    LOGGER.info(message, extra={_NOT_FOR: _TERMINALS})
+
+
+def log_on_terminal(message: str) -> None:
+    """Write a line for a person at a terminal, which sums up what the details say."""
+    LOGGER.info(message, extra={_NOT_FOR: _OTHERS})
 
 
 def start_file(experiment: str, path: Path) -> None:
@@ -31,7 +53,9 @@ def start_file(experiment: str, path: Path) -> None:
         if path.is_fifo():
             # Opening a pipe would wait for a reader.
             raise OSError(errno.EINVAL, "Is a pipe", str(path))
-        _add(logging.FileHandler(path, encoding="utf-8"), experiment)
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(_line_format(experiment))
+        _add(handler, is_terminal=False)
     except OSError as error:
         LOGGER.warning("No log file: %s. Training continues without it.", error)
 
@@ -65,6 +89,23 @@ class _AboveBars(logging.StreamHandler):  # type: ignore[type-arg]
             self.handleError(record)
 
 
-def _add(handler: logging.Handler, experiment: str) -> None:
-    handler.setFormatter(logging.Formatter(f"%(asctime)s - {experiment} - %(levelname)s - %(message)s"))
+class _TerminalFormatter(logging.Formatter):
+    """Names the level of warnings and errors only."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname}: {text}"
+
+
+def _line_format(experiment: str) -> logging.Formatter:
+    return logging.Formatter(f"%(asctime)s - {experiment} - %(levelname)s - %(message)s")
+
+
+def _add(handler: logging.Handler, *, is_terminal: bool) -> None:
+    own_kind = _TERMINALS if is_terminal else _OTHERS
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return getattr(record, _NOT_FOR, None) != own_kind
+
+    handler.addFilter(is_wanted)
     LOGGER.addHandler(handler)

@@ -51,6 +51,12 @@ def val_line(epoch: int, num_rounds: int, losses: Mapping[str, float]) -> str:
     return f"Epoch(val) [{epoch}][{num_rounds}/{num_rounds}]  {', '.join(_loss_fields(losses))}"
 
 
+def epoch_line(title: str, losses: Mapping[str, float], *, is_best: bool) -> str:
+    """Return the line that a terminal shows of a whole epoch."""
+    fields = [f"{name} {value:.4f}" for name, value in losses.items()]
+    return f"{title}  {', '.join([*fields, *(['best'] if is_best else [])])}"
+
+
 def _loss_fields(losses: Mapping[str, float]) -> list[str]:
     return [f"{name}: {value:.4f}" for name, value in losses.items()]
 

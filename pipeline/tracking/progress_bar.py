@@ -12,6 +12,9 @@ from tqdm import tqdm
 
 from pipeline.system.logging import LOGGER
 
+# Short at 80 columns: the losses matter more than a wide bar.
+_FORMAT = "{desc} {percentage:3.0f}% |{bar:12}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+
 
 class ProgressBar:
     """Shows how far a loop has come; a terminal that goes away never stops the loop."""
@@ -30,16 +33,28 @@ class ProgressBar:
                     desc=title,
                     leave=False,
                     dynamic_ncols=True,
+                    bar_format=_FORMAT if total else None,
                     miniters=1,
                     mininterval=0,
                 )
 
     def __enter__(self) -> ProgressBar:
+        # breakpoint() in an author's code: the prompt must not stand behind half a bar.
+        self._breakpoint = sys.breakpointhook
+        if self._bar is not None:
+            sys.breakpointhook = self._clear_and_break
         return self
+
+    def _clear_and_break(self, *arguments: object, **options: object) -> object:
+        if self._bar is not None:
+            with self._survive_terminal():
+                self._bar.clear()
+        return self._breakpoint(*arguments, **options)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        sys.breakpointhook = self._breakpoint
         if self._bar is not None:
             with self._survive_terminal():
                 self._bar.close()

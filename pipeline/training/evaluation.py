@@ -81,9 +81,12 @@ class EvaluationPass:
 
     def num_items(self) -> dict[str, int]:
         """Return how many items of the whole split each register gets."""
-        feeds = self._experiment.components.module_transforms
+        registers_of = {
+            name: definition.loss_registers
+            for name, definition in self._experiment.components.module_transforms.items()
+        }
         return {
-            register: sum(ref.num_items for ref in self.refs if register in feeds[ref.shape.dataset].loss_registers)
+            register: sum(ref.num_items for ref in self.refs if register in registers_of[ref.shape.dataset])
             for register in self._experiment.settings.register_names
         }
 

@@ -38,6 +38,15 @@ class LossAccumulator:
         self._cells += [(row, batch, self._positions[register]) for register in losses]
         return sums
 
+    def find_not_finite(self, row: int) -> list[tuple[int, str]]:
+        """Return batch and register of each sum of a row, on this rank, that is not finite; waits for the device."""
+        names = {position: register for register, position in self._positions.items()}
+        of_row = [(cell, total) for cell, total in zip(self._cells, self._sums, strict=True) if cell[0] == row]
+        if not of_row:
+            return []
+        is_finite = torch.stack([total for _, total in of_row]).isfinite().tolist()
+        return [(cell[1], names[cell[2]]) for (cell, _), fine in zip(of_row, is_finite, strict=True) if not fine]
+
     def fetch(self) -> None:
         """Begin to copy all sums to the host. The caller waits for the device before it collects them."""
         sums = torch.stack(self._sums) if self._sums else torch.empty(0)

@@ -47,6 +47,8 @@ class StepReport:
     seconds: float
     data_seconds: float
     outcome: StepOutcome
+    # Which loss made a step be skipped, in words; empty if none did.
+    cause: str = ""
 
 
 class StepObserver:

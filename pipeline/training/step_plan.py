@@ -75,7 +75,7 @@ class BatchRef:
 
 @dataclass(frozen=True)
 class BatchAssignment:
-    """A batch that one rank runs, and its position among those that are dealt.
+    """A batch that one rank runs, and its position in the step.
 
     A stand-in counts for nothing: it keeps a rank without a batch in step with those that have one.
     """
@@ -95,11 +95,11 @@ def share_of(num_batches: int, rank: int, world_size: int) -> range:
     return range(start, start + size + (rank < rest))
 
 
-Deal = Callable[[list[tuple[int, BatchRef]], int, int], list[BatchAssignment]]
+Assign = Callable[[list[tuple[int, BatchRef]], int, int], list[BatchAssignment]]
 
 
 def assign_shares(batches: list[tuple[int, BatchRef]], rank: int, world_size: int) -> list[BatchAssignment]:
-    """Deal every rank its share of a step, which it runs at its own pace."""
+    """Assign every rank its share of a step, which it runs at its own pace."""
     return [BatchAssignment(*batches[index]) for index in share_of(len(batches), rank, world_size)]
 
 
@@ -112,9 +112,9 @@ def assign_rounds(batches: list[tuple[int, BatchRef]], rank: int, world_size: in
     for dataset in dict.fromkeys(ref.shape.dataset for _, ref in batches):
         own = [batch for batch in batches if batch[1].shape.dataset == dataset]
         for start in range(0, len(own), world_size):
-            dealt = own[start : start + world_size]
+            group = own[start : start + world_size]
             assignments.append(
-                BatchAssignment(*dealt[rank]) if rank < len(dealt) else BatchAssignment(*dealt[0], is_stand_in=True)
+                BatchAssignment(*group[rank]) if rank < len(group) else BatchAssignment(*group[0], is_stand_in=True)
             )
     return assignments
 
@@ -130,7 +130,7 @@ class StepPlan(ABC):
 
     @abstractmethod
     def step(self, epoch: int, index: int) -> list[BatchRef]:
-        """Return the batches of a step, in the order in which they are dealt to the ranks."""
+        """Return the batches of a step, in the order in which they are assigned to the ranks."""
 
     @abstractmethod
     def different_steps(self) -> Iterator[list[BatchRef]]:
@@ -151,12 +151,12 @@ class StepPlan(ABC):
         return None if self.max_steps is None else -(-self.max_steps // self.num_steps)
 
     def refs_of(
-        self, epoch: int, rank: int, world_size: int, first_step: int, deal: Deal = assign_shares
+        self, epoch: int, rank: int, world_size: int, first_step: int, assign: Assign = assign_shares
     ) -> Iterator[BatchRef]:
         """Yield the batches of an epoch that one rank gets, from a step on."""
         for index in range(first_step, self.steps_of(epoch)):
             batches = list(enumerate(self.step(epoch, index)))
-            yield from (assignment.ref for assignment in deal(batches, rank, world_size))
+            yield from (assignment.ref for assignment in assign(batches, rank, world_size))
 
 
 def _interleave(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -292,7 +292,7 @@ class MixturePlan(StepPlan):
         ends = [math.floor((number + 1) * weight) for weight in self._weights]
         used = [order for order in range(len(firsts)) if ends[order] > firsts[order]]
         taken = _interleave([ends[order] - firsts[order] for order in used])
-        return [BatchRef(self._shapes[used[place]], firsts[used[place]] + later) for place, later in taken]
+        return [BatchRef(self._shapes[used[index]], firsts[used[index]] + offset) for index, offset in taken]
 
     def different_steps(self) -> Iterator[list[BatchRef]]:
         return map(self._step, range(math.lcm(*(weight.denominator for weight in self._weights))))
@@ -311,5 +311,5 @@ def create_plan(shapes: Sequence[SplitShape], settings: Settings, max_steps: int
 
 
 def evaluation_refs(shapes: Sequence[SplitShape]) -> list[BatchRef]:
-    """Return all batches of an evaluation, in the order in which they are dealt to the ranks."""
+    """Return all batches of an evaluation, in the order in which they are assigned to the ranks."""
     return [BatchRef(shape, number) for shape in shapes for number in range(shape.num_batches)]

@@ -23,6 +23,7 @@ from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds
 
 # Steps whose losses wait on the device before the host reads them all at once.
 _MAX_PENDING_STEPS = 64
+_MAX_SHOWN_POINTS = 8
 
 
 class TrainingStage:
@@ -62,9 +63,11 @@ class TrainingStage:
         self._weighter_sees_steps = after_step not in (None, BaseLossWeighter.after_train_step)
         self._max_pending = 1 if self._weighter_sees_steps else _MAX_PENDING_STEPS
         registers = experiment.settings.register_names
-        feeds = experiment.components.module_transforms
+        registers_of = {
+            name: definition.loss_registers for name, definition in experiment.components.module_transforms.items()
+        }
         self._datasets_of = [
-            [dataset for dataset, feed in feeds.items() if register in feed.loss_registers] for register in registers
+            [dataset for dataset, fed in registers_of.items() if register in fed] for register in registers
         ]
         self._accumulator = LossAccumulator(registers, self.plan.max_batches, processes)
         # The number of items per register of each step whose losses are still on the device.
@@ -124,6 +127,7 @@ class TrainingStage:
             # The losses are needed after this step; the engine's wait for the device is one for them too.
             self._accumulator.fetch()
         outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
+        cause = self._find_cause(epoch, batches) if outcome.skipped and not outcome.overflowed else ""
 
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
         self._pending.append(items)
@@ -137,7 +141,8 @@ class TrainingStage:
         self._count_skipped(epoch, index, outcome)
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
-        return StepReport(index + 1, self.plan.steps_of(epoch), seconds, loading.seconds - loaded, outcome)
+        num_steps = self.plan.steps_of(epoch)
+        return StepReport(index + 1, num_steps, seconds, loading.seconds - loaded, outcome, cause)
 
     def _run_batch(
         self,
@@ -187,6 +192,20 @@ class TrainingStage:
             for register, count in zip(self._experiment.settings.loss_registers, items, strict=True)
             if register.optimize and count
         }
+
+    def _find_cause(self, epoch: int, batches: list[BatchRef]) -> str:
+        """Return which loss of a skipped step is not finite, and in which points; called by all ranks."""
+        optimised = {register.name for register in self._experiment.settings.loss_registers if register.optimize}
+        own = [place for place in self._accumulator.find_not_finite(len(self._pending)) if place[1] in optimised]
+        found = sorted({place for places in self._processes.gather(own) for place in places})
+        if not found:
+            return ""
+        position, register = found[0]
+        batch = self._runner.points(epoch).batch(batches[position])
+        shown = ", ".join(map(str, batch.indices[:_MAX_SHOWN_POINTS]))
+        more = len(batch.indices) - _MAX_SHOWN_POINTS
+        points = f"{shown} and {more} more" if more > 0 else shown
+        return f"{register} is not finite in a batch of dataset {batch.dataset} (points {points})"
 
     def _count_skipped(self, epoch: int, index: int, outcome: StepOutcome) -> None:
         """Abort when too many steps in a row were skipped; a gradient that fp16 cannot hold does not count."""

@@ -56,7 +56,7 @@ def test_wheel_works_outside_the_checkout(installed: Path) -> None:
     trained = call("-m", "training_pipeline", "mine", "--stop-after-epoch", "0")
     assert "stopped at epoch 1" in trained
     assert "report: " in trained
-    assert "unfinished" in call("-m", "pipeline", "status", "mine")
+    assert "stopped since" in call("-m", "pipeline", "status", "mine")
 
 
 def test_core_needs_few_packages() -> None:

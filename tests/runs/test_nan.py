@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,9 @@ import pytest
 from pipeline.errors import PipelineError
 from pipeline.store.compare import first_difference, read_any
 from tests.support.experiments import FILES, write_experiment
-from tests.support.running import run_inside, run_process
+from tests.support.running import environment, run_inside, run_process
 
+ROOT = Path(__file__).parents[2]
 DATA = Path("experiment_results/tiny/data")
 _TRANSFORM = FILES["pymodules/module_transforms/a.py"]
 
@@ -88,3 +91,30 @@ def test_all_ranks_skip_what_one_rank_met(tmp_path: Path) -> None:
     assert run_process(tmp_path, "--resume", name="parts", nproc=2).returncode == 0
     assert sum(skipped(tmp_path)) == 3
     assert first_difference(tmp_path / DATA, tmp_path / "experiment_results/parts/data") is None
+
+
+def test_skipped_step_is_explained_once_with_the_command_that_rebuilds_it(home: Path) -> None:
+    """Of two ranks one speaks: register, dataset, points and the replay line, which works as printed."""
+    write_experiment(
+        home, files=spoil("loss * float('nan')", "training and 7 in batch['idx'] and self.head == 'head_b'")
+    )
+    done = run_process(home, "--stop-after-epoch", "1", nproc=2)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "skipped on all ranks" in line]
+    words = r"skipped on all ranks: loss_b is not finite in a batch of dataset b \(points (.*)\)"
+    found = re.search(words, line)
+    assert found
+    assert "7" in found[1].split(", ")
+    command = line.split("To look at it: ")[1]
+    replayed = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert "identical to the record" in replayed.stdout, replayed.stdout + replayed.stderr
+
+
+def test_gradient_that_is_not_finite_is_called_one(home: Path) -> None:
+    """A loss may be finite while its gradient is not."""
+    condition = "training and 7 in batch['idx'] and self.register == 'loss_a'"
+    write_experiment(home, files=spoil("(loss * 0).sqrt()", condition))
+    done = run_process(home, "--stop-after-epoch", "1")
+    assert "skipped on all ranks: a gradient is not finite. To look at it: " in done.stdout + done.stderr

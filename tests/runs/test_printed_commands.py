@@ -184,7 +184,8 @@ CASES = {
     "unfinished": Case(("lifecycle.mode.choose_action",), training(), 2, trains=True),
     "nothing to resume": Case(("lifecycle.mode.choose_action",), when_reset(training("--resume")), 1, trains=True),
     "unknown to a verb": Case(("lifecycle.mode.check_known",), verb("status", "nosuch"), 1),
-    "unknown to a run": Case(("lifecycle.mode.check_settings_exist",), training(name="nosuch"), 1),
+    "unknown to a run": Case(("lifecycle.mode._make_or_correct",), training(name="nosuch"), 1),
+    "misspelt": Case(("lifecycle.mode._make_or_correct",), training(name="tinny"), 1, code=3),
     "half of the settings": Case(("lifecycle.mode.check_settings_exist",), remove_half_of_the_settings, 1),
     "finished": Case(("lifecycle.finished.finished_lines",), when_finished(training()), 2, trains=True),
     "stopped": Case(
@@ -230,6 +231,8 @@ ELSEWHERE = {
     "commands.stop.execute",
     "command_lines.run_line",
     "launch.hosted_agent._conclude",
+    # In tests/runs/test_nan.py.
+    "loop._after_step",
     "launch.torchrun_command.start_in_background",
 }
 
@@ -335,7 +338,7 @@ def test_refusal_of_a_verb_names_its_own_options(begun: Path, monkeypatch: pytes
 
 
 def test_checkout_that_is_not_installed_is_found_from_elsewhere(home: Path, tmp_path: Path) -> None:
-    """From another folder, a verb's line says where the package is, and a run's where the script is."""
+    """From another folder, a verb's line says where the package is."""
     source = tmp_path / "checkout"
     shutil.copytree(ROOT / "pipeline", source / "pipeline")
     shutil.copytree(ROOT / "example_settings", source / "example_settings")
@@ -346,4 +349,5 @@ def test_checkout_that_is_not_installed_is_found_from_elsewhere(home: Path, tmp_
     made = paste(line, home)
     assert made.returncode == 0, made.stderr
     (next_line,) = commands_of(made.stdout)
-    assert str(source / "training_pipeline.py") in next_line
+    assert next_line.startswith(f"PYTHONPATH={source} ")
+    assert paste(f"{next_line} --stop-after-epoch 0", home).returncode == 0

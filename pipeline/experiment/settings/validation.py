@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -90,9 +91,13 @@ def hint(key: str, known: Sequence[str]) -> str:
 
 def schema(name: str) -> dict[str, Json]:
     """Return the schema of ``settings/<name>.json``."""
-    text = (files("pipeline.experiment.settings") / "schemas" / f"{name}.json").read_text()
-    loaded: dict[str, Json] = json.loads(text)
+    loaded: dict[str, Json] = json.loads(_schema_text(name))
     return loaded
+
+
+@cache
+def _schema_text(name: str) -> str:
+    return (files("pipeline.experiment.settings") / "schemas" / f"{name}.json").read_text()
 
 
 def _is_integer(checker: object, value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from pipeline.commands.status import EXIT_CODES
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import RunLock
-from tests.support.experiments import tree
+from tests.support.experiments import tree, write_experiment
 from tests.support.running import run_inside
 from tests.support.verbs import call, held
 
@@ -95,7 +96,7 @@ def test_watch_ends_with_the_run(paths: ExperimentPaths, capsys: pytest.CaptureF
         assert call(paths.home, "status", "tiny", "--watch", "0.1", "--exit-code") == EXIT_CODES["unfinished"]
     text = capsys.readouterr().out
     assert text.count("tiny: running") >= 2
-    assert text.count("tiny: unfinished") == 1
+    assert text.count("tiny: stopped since ") == 1
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -127,3 +128,50 @@ def test_unknown_experiment_is_told(home: Path, capsys: pytest.CaptureFixture[st
     """A misspelt name ends with exit code 2 and the nearest match."""
     assert call(home, "status", "tinny") == 2
     assert "Did you mean 'tiny'?" in capsys.readouterr().err
+
+
+def test_list_tells_how_runs_have_ended(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped, failed, killed and finished are told apart, with since when; --failed and --sort choose and order."""
+    broken: dict[str, str | None] = {"pymodules/module_transforms/b.py": FAILING}
+    for name, files in (("failed", broken), ("stopped", {}), ("done", {})):
+        write_experiment(home, name, files=files)
+    run_inside(home, "--stop-after-epoch", "1", name="stopped")
+    run_inside(home, name="done")
+    with pytest.raises(ValueError, match="boom"):
+        run_inside(home, name="failed")
+    capsys.readouterr()
+    assert call(home, "status") == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert {name: lines[name][1] for name in ("done", "failed", "stopped", "tiny")} == {
+        "done": "finished",
+        "failed": "failed",
+        "stopped": "stopped",
+        "tiny": "new",
+    }
+    assert re.fullmatch(r"\d\d-\d\d", lines["failed"][2])
+    assert call(home, "status", "--failed") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["experiment", "failed"]
+    assert call(home, "status", "--sort", "error") == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    best = [json.loads((home / f"experiment_results/{name}/status.json").read_text())["best"] for name in names[:-1]]
+    errors = [epoch["values"]["error"] for epoch in best]
+    # The lowest error first; what has none yet comes last.
+    assert errors == sorted(errors)
+    assert names[-1] == "tiny"
+
+
+FAILING = """
+    from . import a
+
+    loss_registers = ["loss_b", "error"]
+
+
+    class ModuleTransform(a.ModuleTransform):
+        head = "head_b"
+        register = "loss_b"
+
+        def __call__(self, batch, modules):
+            if modules["trunk"].training:
+                raise ValueError("boom")
+            return super().__call__(batch, modules)
+"""

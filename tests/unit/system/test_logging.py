@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.system.logging import LOGGER, log_file_only, start_console, start_file
+from pipeline.system.logging import (
+    LOGGER,
+    log_detail,
+    log_file_only,
+    log_on_terminal,
+    start_console,
+    start_file,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +89,36 @@ def test_traceback_goes_to_the_log_file_only(tmp_path: Path, capsys: pytest.Capt
     log_file_only("whole traceback")
     assert "whole traceback" in (tmp_path / "train.log").read_text()
     assert "whole traceback" not in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_gets_short_lines_and_no_details(tmp_path: Path) -> None:
+    """It shows what sums up; the log file has date, name and every detail."""
+    screen = Terminal()
+    start_console("mine", is_rank_zero=True, stream=screen)
+    start_file("mine", tmp_path / "train.log")
+    log_detail("every step")
+    log_on_terminal("every epoch")
+    LOGGER.warning("careful")
+    first, second = screen.getvalue().splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d every epoch", first)
+    assert re.fullmatch(r"WARNING: \d\d:\d\d:\d\d careful", second)
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split(" - ")[-1] for line in lines] == ["every step", "careful"]
+    assert lines[0].split(" - ")[1:3] == ["mine", "INFO"]
+
+
+def test_output_that_is_no_terminal_gets_every_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe or a file has what the log file has."""
+    start_console("mine", is_rank_zero=True)
+    log_detail("every step")
+    log_on_terminal("every epoch")
+    said = capsys.readouterr().out
+    assert "mine - INFO - every step" in said
+    assert "every epoch" not in said

@@ -99,3 +99,13 @@ def test_losses_that_follow_the_contract_pass() -> None:
     """One value per item, in the order of the registers."""
     losses = {"error": torch.ones(4), "loss": torch.zeros(4, 1)}
     assert list(check_losses(losses, REGISTERS, 4, Path("x"), torch.device("cpu"))) == ["loss", "error"]
+
+
+def test_sums_that_are_not_finite_are_found() -> None:
+    """Of the asked row only, with batch and register."""
+    accumulator = ledger()
+    accumulator.add(0, 0, {"loss": torch.tensor([math.nan]), "error": torch.ones(1)})
+    accumulator.add(1, 1, {"loss": torch.ones(1), "error": torch.tensor([math.inf])})
+    assert accumulator.find_not_finite(0) == [(0, "loss")]
+    assert accumulator.find_not_finite(1) == [(1, "error")]
+    assert accumulator.find_not_finite(2) == []
