@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 from pipeline.arguments import add_set_option, set_flags
 from pipeline.command_lines import verb_line
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="any other option of sbatch, as in the second example; repeatable",
     )
+    add("--setup", type=Path, metavar="FILE", help="shell script to source on the node first, e.g. conda activate")
     add_set_option(parser, more="; EXP:FILE.KEY=VALUE changes that experiment alone")
     add("--print", action="store_true", help="print the script instead of writing it")
     add("--submit", action="store_true", help="submit what was written")
@@ -113,6 +115,7 @@ def _make_job(names: list[str], arguments: argparse.Namespace) -> Job:
         gpus_per_node=arguments.gpus_per_node,
         at_once=arguments.at_once,
         more=tuple(arguments.sbatch),
+        setup=arguments.setup and arguments.setup.absolute(),
     )
 
 
@@ -127,6 +130,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             f"--grace must be shorter than --time, but is {arguments.grace} s of {_seconds(arguments.time)} s.",
             "--grace 30, or a longer --time",
         )
+    if arguments.setup is not None and not arguments.setup.is_file():
+        raise UsageError(f"--setup must be a shell script, but {arguments.setup} is no file.")
     for option in arguments.sbatch:
         if not option.startswith("-") or not option.isprintable():
             raise UsageError(f"--sbatch must name an option of sbatch, but is {option!r}.", "--sbatch=--partition=gpu")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import socket
 import time
 
-from pipeline.command_lines import run_line
+from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict
 from pipeline.lifecycle.mode import check_known
 from pipeline.lifecycle.starts import last_num_processes
 from pipeline.monitoring.experiment_state import RUNNING, STARTING, read_liveness, state_of
+from pipeline.monitoring.json_values import as_int
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import find_stop_file
 from pipeline.system.files import replace_text
+from pipeline.system.launcher_watchdog import kill_run
 
 EXAMPLE = "example:\n  training-pipeline stop digits --after epoch --wait"
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -22,15 +25,17 @@ _SECONDS_FOR_A_CLAIM = 0.05
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiments", nargs="+", metavar="EXP")
-    parser.add_argument(
-        "--after", choices=("step", "epoch"), default="step", help="what to finish first (default: step)"
-    )
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--now", action="store_true", help="kill the run on this machine; its last commit counts")
+    when.add_argument("--after", choices=("step", "epoch"), default="step", help="what to finish first (default: step)")
     parser.add_argument(
         "--wait", action="store_true", help="return when the run has ended; one that is starting is waited for first"
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    if arguments.now:
+        return _kill_all([ExperimentPaths(data_home(arguments.data_home), name) for name in arguments.experiments])
     everything = [ExperimentPaths(data_home(arguments.data_home), name) for name in arguments.experiments]
     for paths in everything:
         check_known(paths)
@@ -45,6 +50,31 @@ def execute(arguments: argparse.Namespace) -> int:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     for paths in everything if arguments.wait else ():
         print(f"{paths.name}: {state_of(paths)}")
+        print(f"  to continue: {run_line(paths.name, paths.home, '--auto', num_processes=last_num_processes(paths))}")
+    return 0
+
+
+def _kill_all(everything: list[ExperimentPaths]) -> int:
+    owners = []
+    for paths in everything:
+        check_known(paths)
+        owner = read_liveness(paths).owner
+        if owner is None:
+            _check_running(paths)
+        elif owner.content.get("host") != socket.gethostname():
+            raise StateConflict(
+                f"The run of {paths.name!r} is on host {owner.content.get('host')}, and can be killed only there.\n"
+                f"  fix: {verb_line('stop', paths.name, paths.home)}    (asks it to stop, from anywhere)"
+            )
+        else:
+            owners.append((paths, owner))
+    for paths, owner in owners:
+        pid = as_int(owner.content.get("pid"))
+        if pid is not None:
+            kill_run(pid)
+        while read_liveness(paths).state == RUNNING:
+            time.sleep(_SECONDS_FOR_A_CLAIM)
+        print(f"{paths.name}: killed; the last commit counts")
         print(f"  to continue: {run_line(paths.name, paths.home, '--auto', num_processes=last_num_processes(paths))}")
     return 0
 

@@ -4,7 +4,7 @@ job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
 job=${job:-$SLURM_JOB_ID}
 requeues=${SLURM_RESTART_COUNT:-0}
 
-pipeline() { "$python" -m pipeline "$@"; }
+pipeline() { "$python" "$entry" "$@"; }
 say() { echo "$(date '+%F %T') job $job of $experiment, requeued $requeues of $max_requeues times: $*"; }
 is_finished() { pipeline status "$experiment" --exit-code > /dev/null; }
 # The controller of a cluster may be busy or away for a moment.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from pipeline.launch.torchrun_command import TrainingLine
+from pipeline.launch.torchrun_command import ENTRY, TrainingLine
 from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths
 
 _MIN_SHUTDOWN_SECONDS = 30
@@ -28,6 +28,7 @@ class Job:
     gpus_per_node: int | None
     at_once: int | None
     more: tuple[str, ...]
+    setup: Path | None = None
 
     @property
     def paths(self) -> ExperimentPaths:
@@ -70,7 +71,12 @@ class Job:
         yield f"export {DATA_HOME_VARIABLE}={shlex.quote(str(self.paths.home))}"
         # Under preemption Slurm signals the run itself, which may then take as long for its step as one that is asked.
         yield f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(self.grace, _MIN_SHUTDOWN_SECONDS)}"
-        yield f"python={shlex.quote(sys.executable)}"
+        python, entry = ENTRY
+        yield f"python={shlex.quote(python)}"
+        yield f"entry={shlex.quote(entry)}"
+        if self.setup is not None:
+            # Sourced, so that what it activates holds for all that follows.
+            yield f"source {shlex.quote(str(self.setup))}"
         yield f"max_requeues={self.max_requeues}"
         yield f"seconds={self.seconds}"
         yield f"cpus_per_task={self.cpus_per_task}"

@@ -6,6 +6,7 @@ quarter of an hour. The watchdog is a small process that outlives the worker tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pipeline.command_lines import has_launcher
 
 SECONDS_TO_LEAVE = 15
 _SECONDS_BETWEEN_LOOKS = 0.2
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def may_start_again() -> bool:
@@ -30,8 +32,33 @@ def end_launcher_later() -> None:
     """Start a watchdog that kills torchrun if it still runs some seconds after this process has ended."""
     launcher = os.getppid()
     command = [sys.executable, "-m", __name__, str(launcher), str(process_mark(launcher))]
+    # There this package is found first, whatever the current folder has.
+    root = Path(__file__).resolve().parents[2]
     # A session of its own: torchrun signals the process groups of its workers, and the watchdog must survive that.
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def kill_run(pid: int) -> None:
+    """Kill a training process, its launcher, and all other processes that the launcher has started."""
+    run_id = _variable_of(pid, _RUN_ID)
+    victims = [pid]
+    if run_id is not None:
+        launcher = int(_read_or_empty(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()[1])
+        everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        # The launcher first: it might start its processes again.
+        victims = [launcher, *(other for other in everyone if _variable_of(other, _RUN_ID) == run_id)]
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def _variable_of(pid: int, name: str) -> str | None:
+    """Return an environment variable of another process."""
+    for entry in _read_or_empty(Path(f"/proc/{pid}/environ")).split(b"\0"):
+        key, _, value = entry.partition(b"=")
+        if key == name.encode():
+            return value.decode()
+    return None
 
 
 def main(pid: int, mark: str) -> None:

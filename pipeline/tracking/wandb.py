@@ -42,7 +42,7 @@ class Wandb(BaseTracker):
         if not self._is_online:
             # Reports of W&B's own errors would go over the network.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            self._fullest_file = _keep_fullest_file(run)
+            self._fullest_file = _keep_fullest_file(_folder_of(run) / "wandb", run.run_id)
         # Only now: W&B reads the variable when it is imported.
         import wandb
 
@@ -67,7 +67,7 @@ class Wandb(BaseTracker):
             mode=self._settings.mode,
             resume="allow" if self._is_online else None,
             # W&B adds a folder "wandb" of its own.
-            dir=run.folder.parent,
+            dir=_folder_of(run),
             config=run.settings,
             settings=self._wandb.Settings(
                 silent=True,
@@ -117,9 +117,14 @@ class Wandb(BaseTracker):
             shutil.rmtree(self._fullest_file.parent)
 
 
-def _keep_fullest_file(run: TrackedRun) -> Path | None:
+def _folder_of(run: TrackedRun) -> Path:
+    """Return where W&B keeps its folder: with the logs, or where its own variable says."""
+    return Path(os.environ.get("WANDB_DIR") or run.folder.parent)
+
+
+def _keep_fullest_file(folder: Path, run_id: str) -> Path | None:
     """Return which file of earlier starts holds the most; the others, some of them empty, hold the same and go."""
-    files = sorted(run.folder.glob(f"offline-run-*-{run.run_id}*/run-*.wandb"), key=_size)
+    files = sorted(folder.glob(f"offline-run-*-{run_id}*/run-*.wandb"), key=_size)
     for file in files[:-1]:
         shutil.rmtree(file.parent)
     return files[-1] if files else None

@@ -25,7 +25,7 @@ PYENV = Path.home() / ".pyenv/versions"
 # One rank of a run does what a variable says in its third training batch.
 FAILING = FILES["pymodules/module_transforms/a.py"].replace(
     "outputs = modules",
-    """if modules["trunk"].training and os.environ["RANK"] == os.environ.get("FAILING_RANK"):
+    """if modules["trunk"].training and os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK"):
                     self.num_batches.append(1)
                     if len(self.num_batches) == 3:
                         if "SIGNAL" in os.environ:
@@ -261,3 +261,18 @@ def test_completion_of_zsh_is_that_of_bash(capsys: pytest.CaptureFixture[str], t
 def test_hosted_command_line_is_that_of_the_tests(tmp_path: Path) -> None:
     """The support code starts what it says: the entry, the verb, the experiment."""
     assert command(tmp_path, launcher=("train",))[1:3] == [str(ROOT / "training_pipeline.py"), "train"]
+
+
+@pytest.mark.parametrize("launcher", ["hosted", "torchrun", "alone"])
+def test_stop_now_kills_all_of_a_run(slow_home: Path, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Launcher, ranks and loader workers are gone at once; the next start continues from the last commit."""
+    nproc = 2 if launcher == "torchrun" else None
+    start = ("train", "--nproc=2") if launcher == "hosted" else ()
+    with BackgroundRun(slow_home, *start[1:], nproc=nproc, launcher=start[:1]) as run:
+        run.wait_for(lambda: is_training(slow_home))
+        assert call(slow_home, "stop", "tiny", "--now") == 0
+        assert "tiny: killed; the last commit counts" in capsys.readouterr().out
+        assert not run.left_alive(5)
+    assert "stopped at" not in run.text()
+    assert call(slow_home, "stop", "tiny", "--now") == 3
+    assert run_process(slow_home, "--auto").returncode == 0

@@ -237,3 +237,17 @@ def test_run_under_observation_publishes_nothing(tmp_path: Path) -> None:
     words = ["tiny", "--data-home", str(tmp_path), "--stop-after-epoch", "0"]
     run(parse_arguments(words), Processes(), watch=lambda session: None)
     assert not (tmp_path / "experiment_logs/tiny/trackers").exists()
+
+
+def test_wandb_writes_where_its_own_variable_says(tmp_path: Path) -> None:
+    """WANDB_DIR moves the files away from a small quota; starts still become one run there."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    logging = {"wandb": {"enabled": True, "mode": "offline"}}
+    write_experiment(tmp_path, logging=logging)
+    for words in (["--stop-after-epoch", "1"], ["--resume"]):
+        done = run_process(tmp_path, *words, env={"WANDB_DIR": str(elsewhere)})
+        assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "experiment_logs/tiny").glob("wandb/*"))
+    assert len(list(elsewhere.glob("wandb/offline-run-*"))) == 1
+    assert len(wandb_series(elsewhere)["val/loss_a"]) == 4

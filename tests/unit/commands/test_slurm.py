@@ -300,3 +300,15 @@ def test_finished_experiment_ends_with_zero(several: Path, commands: Path) -> No
     code, said = run_script(several, commands, "exit 0")
     assert code == 0
     assert "times: finished" in said
+
+
+def test_setup_is_sourced_before_anything_runs(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a shell script activates holds for the whole job; a file that is not there is refused."""
+    setup = tmp_path / "my setup.sh"
+    setup.write_text("export ACTIVATED=1\n")
+    assert call(home, "slurm", "tiny", "--time", "10", "--print", "--setup", str(setup)) == 0
+    script = capsys.readouterr().out
+    assert f"source '{setup}'" in script
+    assert script.index("source ") < script.index("srun ")
+    assert call(home, "slurm", "tiny", "--time", "10", "--print", "--setup", "nosuch.sh") == 2
+    assert "--setup must be a shell script, but nosuch.sh is no file." in capsys.readouterr().err
