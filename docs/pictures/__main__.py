@@ -20,7 +20,7 @@ def main() -> None:
         session = Session(folder)
         session.run("training-pipeline new my_digits", "nothing")
         session.run_and_kill(f"{TRAIN} my_digits", f"processes:|steps:|{STEPS}", "Epoch(train) [4][20/34]")
-        session.run("training-pipeline status my_digits", r"unfinished|ended|committed|best|^  [a-z]+_")
+        session.run("training-pipeline status my_digits", r"killed|committed|best|^  [a-z]+_")
         session.run(f"{TRAIN} my_digits --resume", r"state:|\[5\]\[20|val\) \[1[45]\]|finished|best:")
         session.run(f"training-pipeline new never_killed && {TRAIN} never_killed", "finished|best:")
         session.run(f'cmp experiment_results/{{my_digits,never_killed}}/{WEIGHTS} && echo "the same bits"')
