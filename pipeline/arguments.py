@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pipeline
@@ -22,7 +23,7 @@ START = "start"
 RESUME = "resume"
 RESET = "reset"
 AUTO = "auto"
-_OPTIONS_WITH_VALUES = ("stop_after_epoch", "device", "limit_batches")
+_OPTIONS_WITH_VALUES = ("init_from", "stop_after_epoch", "device", "limit_batches")
 # Results of a quick try have the name of the experiment with this behind it.
 TRY_SUFFIX = ".try"
 
@@ -44,6 +45,7 @@ class Arguments:
     mode: str = START
     data_home: str | None = None
     overrides: tuple[str, ...] = ()
+    init_from: str | None = None
     deterministic: bool = False
     no_validate: bool = False
     detect_anomaly: bool = False
@@ -78,11 +80,12 @@ class Arguments:
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """The overrides with the two flags that are short for one."""
+        """The overrides with the flags that are short for one."""
         return (
             *self.overrides,
             *(["training.deterministic=true"] if self.deterministic else []),
             *(["training.evaluation_interval=0"] if self.no_validate else []),
+            *([] if self.init_from is None else [f"training.init_from={Path(self.init_from).absolute()}"]),
             *([] if self.limit_batches is None else [f"data_loading.limit_batches={self.limit_batches}"]),
         )
 
@@ -147,6 +150,8 @@ def _contradiction(mode: str, parsed: dict[str, Any], overrides: list[str]) -> s
         return str(error)
     if mode != START and parsed["limit_batches"] is not None:
         return f"--limit-batches does not go together with --{mode}: a quick try always starts from the beginning."
+    if mode == RESUME and parsed["init_from"] is not None:
+        return "--init-from works only when an experiment starts; a resumed one has its weights."
     if mode == RESUME and overrides:
         name = str(parsed["experiment"])
         home = data_home(parsed["data_home"])
@@ -179,6 +184,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--reset", action="store_true", help="delete the experiment's results and logs, then start")
     mode.add_argument("--auto", action="store_true", help="start, continue or do nothing, whichever is right")
     add_set_option(parser)
+    parser.add_argument(
+        "--init-from", metavar="FILE", help="start all modules without a source of their own from this file of weights"
+    )
     parser.add_argument("--deterministic", action="store_true", help="short for --set training.deterministic=true")
     parser.add_argument("--no-validate", action="store_true", help="short for --set training.evaluation_interval=0")
     parser.add_argument("--detect-anomaly", action="store_true", help="let autograd name the operation that made a NaN")

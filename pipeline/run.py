@@ -133,7 +133,9 @@ class _Run:
         experiment = self._assemble(folder, contents)
         # The frozen copy says what was assumed, too.
         contents["loss_registers"] = register_contents(experiment.settings.loss_registers)
-        self._processes.on_all_ranks(load_initial_weights, experiment.components, self._paths, folder / "pymodules")
+        training = experiment.settings.training
+        pymodules = folder / "pymodules"
+        self._processes.on_all_ranks(load_initial_weights, experiment.components, self._paths, pymodules, training)
         session = build_session(self._paths, self._processes, experiment, self._store)
         session.ranks.compare("before the first step", is_start=True)
         session.engine.prepare()

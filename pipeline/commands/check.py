@@ -96,7 +96,7 @@ def _examine(paths: ExperimentPaths, arguments: Arguments, device: torch.device)
     settings = parse_settings(contents)
     check_installed(settings.logging, paths.settings / "settings" / "logging.json")
     experiment = assemble(paths.settings / "pymodules", settings, device)
-    load_initial_weights(experiment.components, paths, paths.settings / "pymodules")
+    load_initial_weights(experiment.components, paths, paths.settings / "pymodules", settings.training)
     return experiment
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
-from pipeline.experiment.pymodules.definitions import Components, WeightSource
+from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition, WeightSource
+from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.experiment.sharding import spread_like
 from pipeline.paths import MODULE_CKPS, ExperimentPaths, check_name, pool_file, results_names
 from pipeline.serialization.sharded_files import load_state, names_in
@@ -22,11 +23,13 @@ _FIX = "rename keys with strip_prefix or key_map in settings, or take only what 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights", "params")
 
 
-def load_initial_weights(components: Components, paths: ExperimentPaths, folder: Path) -> None:
-    """Fill every module that names a source; all problems are raised together."""
-    problems: list[Problem] = []
+def load_initial_weights(
+    components: Components, paths: ExperimentPaths, folder: Path, training: TrainingSettings
+) -> None:
+    """Fill every module that names a source, or for which the settings name one; all problems are raised together."""
+    problems = list(_unknown_modules(components, training))
     for name, definition in components.modules.items():
-        source = definition.source
+        source = _source_of(name, definition, training)
         if source is None:
             continue
         where = str(folder / "modules" / f"{name}.py")
@@ -34,7 +37,9 @@ def load_initial_weights(components: Components, paths: ExperimentPaths, folder:
             path = _source_file(source, paths)
             loaded = load_state(path)
             # A file that the author provides may hold several modules; one of another experiment holds one.
-            if source.ckp_name and source.module_name is not None:
+            if source.file is not None:
+                weights = _pick_or_only(loaded, name, path, may_be_alone=name in training.module_weights)
+            elif source.ckp_name and source.module_name is not None:
                 weights = pick_module(loaded, source.module_name, path)
             else:
                 modules = modules_in(loaded, path)
@@ -52,8 +57,42 @@ def load_initial_weights(components: Components, paths: ExperimentPaths, folder:
         raise InvalidExperiment(problems)
 
 
+def _unknown_modules(components: Components, training: TrainingSettings) -> Iterator[Problem]:
+    known = list(components.modules)
+    for name in sorted(set(training.module_weights) - set(known)):
+        what = f"module_weights has {name!r}, but the modules are {', '.join(known)}.{nearest(name, known)}"
+        yield Problem("settings/training.json", what)
+
+
+def _source_of(name: str, definition: ModuleDefinition, training: TrainingSettings) -> WeightSource | None:
+    """Return where a module starts from: what the settings say of it, else its own file, else the file for all."""
+    own = definition.source or WeightSource()
+    if name in training.module_weights:
+        return WeightSource(
+            file=training.module_weights[name], strict=own.strict, strip_prefix=own.strip_prefix, key_map=own.key_map
+        )
+    if definition.source is None and training.init_from is not None:
+        return WeightSource(file=training.init_from)
+    return definition.source
+
+
+def _pick_or_only(loaded: object, name: str, path: Path, *, may_be_alone: bool) -> Weights:
+    """Return a module of a file by name, or the only one if the file was named for this module."""
+    modules = modules_in(loaded, path)
+    if may_be_alone and len(modules) == 1:
+        return next(iter(modules.values()))
+    return pick_module(loaded, name, path)
+
+
 def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
     """Return the file or folder of shards that a source names, or raise what there is instead."""
+    if source.file is not None:
+        # As a person on a command line would name it: from here, or from the folder for such files.
+        candidates = (Path(source.file), paths.module_ckps / source.file)
+        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if path is None:
+            raise ValueError(f"weights must come from a file, but {' and '.join(map(str, candidates))} are none")
+        return path
     if source.ckp_name is not None:
         path = paths.module_ckps / check_name(source.ckp_name, "ckp_name")
         path = path if path.is_file() else path.with_name(f"{path.name}.pt")

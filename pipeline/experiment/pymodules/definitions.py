@@ -72,6 +72,8 @@ class DataCounter:
 class WeightSource:
     """Where initial weights come from and how their keys are renamed."""
 
+    # A file anywhere, as settings name it.
+    file: str | None = None
     ckp_name: str | None = None
     exp_name: str | None = None
     ckp_pool_name: str | None = None

@@ -30,6 +30,9 @@ from pipeline.experiment.settings.validation import (
 # What the settings files say, by file and key: what overrides change and what is frozen into the copy.
 Contents = dict[str, dict[str, Json]]
 FSDP = "fsdp"
+# What a command line may change of a module, though it is no settings file.
+_MODULES = "modules"
+_CKP = "load_weights_from_ckp"
 
 
 # The defaults below are those of the schemas; a test compares them.
@@ -51,6 +54,8 @@ class TrainingSettings:
     seed: int = 0
     max_epochs: int | None = None
     max_steps: int | None = None
+    init_from: str | None = None
+    module_weights: dict[str, str] = field(default_factory=dict)
     deterministic: bool = False
     threads: int | None = None
     precision: str = "fp32"
@@ -283,6 +288,9 @@ def _apply_override(contents: Contents, override: str) -> None:
         holders = [f"{name}.{target}" for name in SETTINGS_FILES if target in schema(name)["properties"]]
         suggestion = f" Did you mean {holders[0]}={text or '…'}?" if holders else ""
         raise UsageError(f"--set must be FILE.KEY=VALUE, but is {override!r} instead.{suggestion}")
+    if file == _MODULES:
+        _override_source(contents, key, text, override)
+        return
     if file == PARAMETERS:
         override_parameter(contents[PARAMETERS], key, text, override)
         return
@@ -306,6 +314,15 @@ def _apply_override(contents: Contents, override: str) -> None:
     except (ValueError, RecursionError):
         # Text needs no quotes on a command line. If it was meant as JSON, the schema refuses it.
         section[last] = text
+
+
+def _override_source(contents: Contents, key: str, text: str, override: str) -> None:
+    """Apply ``modules.NAME.load_weights_from_ckp=FILE``, the one setting of module files on command lines."""
+    module, _, setting = key.partition(".")
+    if setting != _CKP:
+        what = f"--set {override}: of a module only {_CKP} can be set, as in modules.NAME.{_CKP}=FILE."
+        raise UsageError(what + nearest(setting, [_CKP]))
+    contents["training"].setdefault("module_weights", {})[module] = str(Path(text).absolute())
 
 
 def _rules_below(rules: dict[str, Json], key: str, override: str) -> dict[str, Json]:

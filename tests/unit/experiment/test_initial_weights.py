@@ -14,6 +14,7 @@ from torch import nn
 from pipeline.errors import InvalidExperiment
 from pipeline.experiment.initial_weights import load_initial_weights
 from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition, WeightSource
+from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.paths import ExperimentPaths
 from tests.support.experiments import write_experiment
 from tests.support.running import run_inside
@@ -29,7 +30,7 @@ def load(home: Path, module: nn.Module, **source: Any) -> nn.Module:
     components = Components(
         modules={"net": definition}, checkpoint_saver=None, early_stopper=None, loss_weighter=None, **empty
     )
-    load_initial_weights(components, ExperimentPaths(home, "tiny"), Path("pymodules"))
+    load_initial_weights(components, ExperimentPaths(home, "tiny"), Path("pymodules"), TrainingSettings())
     return module
 
 

@@ -160,7 +160,8 @@ def test_schema_is_valid_and_closed(name: str) -> None:
 def defaults_of(kind: type) -> dict[str, Any]:
     """Return the defaults of a dataclass, without the fields that have none."""
     fields = dataclasses.fields(kind)
-    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    made = {field.name: field.default_factory() for field in fields if field.default_factory is not dataclasses.MISSING}
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | made
 
 
 def schema_defaults(rules: dict[str, Any]) -> dict[str, Any]:
