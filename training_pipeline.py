@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,7 +26,7 @@ if "pipeline" not in sys.modules:
     _import_own_package()
 
 from pipeline.arguments import parse_arguments  # noqa: E402
-from pipeline.command_lines import CONSOLE_COMMAND, has_launcher  # noqa: E402
+from pipeline.command_lines import CONSOLE_COMMAND, LAUNCH_VARIABLE, has_launcher  # noqa: E402
 from pipeline.requirements import check_requirements  # noqa: E402
 from pipeline.verbs import VERBS  # noqa: E402
 
@@ -40,6 +42,9 @@ def main(words: list[str] | None = None) -> int:
 
         return run_verb(words)
     arguments = parse_arguments(words)
+    if LAUNCH_VARIABLE in os.environ:
+        # Until the run listens, Ctrl+C ends it without a traceback out of an import. The verb that hosts it speaks.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imported late, because torch takes seconds and a wrong command line should be refused at once.
     if has_launcher():
         # As early as possible: torchrun may be killed while torch is being imported.

@@ -55,6 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _kill_all(everything: list[ExperimentPaths]) -> int:
+    """Kill runs of this machine; only when all of them can be killed is one of them."""
     owners = []
     for paths in everything:
         check_known(paths)

@@ -81,6 +81,9 @@ def host_training(line: TrainingLine, received: list[int]) -> int:
         args=tuple(words),
         max_restarts=0,
     )
+    if received:
+        print("Interrupted before anything was started.", file=sys.stderr)
+        return _SIGNAL_EXIT_CODE + received[0]
     redirects = dict.fromkeys(line.redirected_ranks, Std.ALL)
     logs = DefaultLogsSpecs(str(line.paths.torchrun_logs), redirects=redirects)
     try:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,6 +117,20 @@ def test_second_interrupt_ends_at_once(slow_home: Path) -> None:
     # The second may come when the run has stopped already.
     assert code in (0, 1)
     assert "Traceback" not in run.text()
+
+
+@pytest.mark.parametrize("seconds", [0.7, 2.0, 3.5])
+def test_interrupt_while_it_starts_is_no_traceback(slow_home: Path, seconds: float) -> None:
+    """torch takes seconds to import, in the launcher and in its processes; Ctrl+C is understood at any of them."""
+    with HostedRun(slow_home) as run:
+        time.sleep(seconds)
+        run.process.send_signal(signal.SIGINT)
+        code = run.wait()
+        assert not run.left_alive()
+    # A fast machine may have come to its first step, and then stops cleanly.
+    assert code in (0, 130), run.text()
+    assert "Traceback" not in run.text()
+    assert "Interrupted" in run.text() or "stopped at" in run.text()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
