@@ -26,7 +26,7 @@ def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None 
     LOGGER.propagate = False
     LOGGER.handlers.clear()
     stream = stream or sys.stdout
-    is_terminal = stream.isatty()
+    is_terminal = _is_terminal(stream)
     handler = _AboveBars(stream)
     if is_terminal:
         # Date and name are in the log file; here they would take half of a line.
@@ -34,6 +34,14 @@ def start_console(experiment: str, *, is_rank_zero: bool, stream: TextIO | None 
     else:
         handler.setFormatter(_line_format(experiment))
     _add(handler, is_terminal=is_terminal)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a person reads a stream; Python has none for an output that was closed from the start."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
 
 
 def log_detail(message: str) -> None:

@@ -21,7 +21,7 @@ def survive(folder: Path, undisturbed: Callable[[int], Path], nproc: int, num_ki
     assert campaign.table.is_passed, campaign.table
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_runs_end_with_the_same_bits(tmp_path: Path, undisturbed: Callable[[int], Path], nproc: int) -> None:
     """A run killed mid-epoch and mid-write ends like one that was never killed."""
     survive(tmp_path, undisturbed, nproc, 2)

@@ -28,7 +28,7 @@ SHORT = {
     "minimal": [],
     "regression": ["parameters.num_epochs=6", "parameters.num_throws=300"],
 }
-SLOW = {"language_model"}
+SLOW = {"language_model", "regression"}
 DATA = Path("experiment_results/tiny/data")
 
 

@@ -28,7 +28,7 @@ def repair(home: Path) -> None:
     write_experiment(home)
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("flag", [[], ["--auto"]])
 def test_repaired_experiment_starts_again_if_nothing_was_trained(
     tmp_path: Path, flag: list[str], nproc: int | None
@@ -108,6 +108,7 @@ def test_try_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "tiny.try" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_try_under_torchrun_takes_few_batches(tmp_path: Path) -> None:
     """Two processes share the batches of a try: two of each of two datasets make two steps."""
     write_experiment(tmp_path)

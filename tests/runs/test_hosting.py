@@ -77,6 +77,7 @@ def slow_home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_hosted_run_has_the_bits_of_torchrun(tmp_path: Path) -> None:
     """Hosted or under torchrun, stopped in one and continued in the other: the same files."""
     for name in ("hosted", "torchrun"):
@@ -93,7 +94,10 @@ def test_hosted_run_has_the_bits_of_torchrun(tmp_path: Path) -> None:
     assert [path.parent.name for path in logs.rglob("stdout.log")] == ["1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_signal_ends_with_zero_and_our_own_last_line(slow_home: Path, number: int) -> None:
     """Ctrl+C, SIGTERM and a closed terminal stop with a commit; nothing is printed below the last block."""
     with HostedRun(slow_home) as run:
@@ -106,6 +110,7 @@ def test_signal_ends_with_zero_and_our_own_last_line(slow_home: Path, number: in
     assert f"({signal.Signals(number).name})" in run.text()
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_at_once(slow_home: Path) -> None:
     """Pressed twice, Ctrl+C interrupts; the message says that the last commit counts."""
     with HostedRun(slow_home, env={"SLOW": "1"}) as run:
@@ -119,7 +124,7 @@ def test_second_interrupt_ends_at_once(slow_home: Path) -> None:
     assert "Traceback" not in run.text()
 
 
-@pytest.mark.parametrize("seconds", [0.7, 2.0, 3.5])
+@pytest.mark.parametrize("seconds", [2.0, *(pytest.param(number, marks=pytest.mark.slow) for number in (0.7, 3.5))])
 def test_interrupt_while_it_starts_is_no_traceback(slow_home: Path, seconds: float) -> None:
     """torch takes seconds to import, in the launcher and in its processes; Ctrl+C is understood at any of them."""
     with HostedRun(slow_home) as run:
@@ -133,7 +138,7 @@ def test_interrupt_while_it_starts_is_no_traceback(slow_home: Path, seconds: flo
     assert "Interrupted" in run.text() or "stopped at" in run.text()
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_crash_of_any_rank_is_the_last_on_screen(slow_home: Path, rank: str) -> None:
     """The author's own frames, what to do and the exit code 1, whichever rank it was; said once."""
     done = hosted(slow_home, env={"FAILING_RANK": rank})
@@ -146,7 +151,9 @@ def test_crash_of_any_rank_is_the_last_on_screen(slow_home: Path, rank: str) -> 
     assert "torch/distributed" not in done.stdout
 
 
-@pytest.mark.parametrize(("rank", "number"), [("1", signal.SIGKILL), ("0", signal.SIGSEGV)])
+@pytest.mark.parametrize(
+    ("rank", "number"), [("1", signal.SIGKILL), pytest.param("0", signal.SIGSEGV, marks=pytest.mark.slow)]
+)
 def test_rank_that_a_signal_has_ended_is_named(slow_home: Path, rank: str, number: int) -> None:
     """A killed or crashed process cannot speak; the command that continues is printed for it."""
     done = hosted(slow_home, env={"FAILING_RANK": rank, "SIGNAL": str(int(number))})
@@ -169,6 +176,7 @@ def test_refusals_keep_their_exit_codes(slow_home: Path) -> None:
     assert "Traceback" not in invalid.stdout
 
 
+@pytest.mark.slow
 def test_killed_launcher_takes_its_processes_along(slow_home: Path) -> None:
     """They notice within seconds, commit and leave; the next start continues to the bits of a run left alone."""
     with HostedRun(slow_home) as run:
@@ -186,6 +194,7 @@ def console(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(line, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_pipeline_of_the_users_own_shadows_nothing(tmp_path: Path) -> None:
     """A file pipeline.py in the current folder is neither imported nor in the way, with one process or two."""
     write_experiment(tmp_path)
@@ -278,7 +287,9 @@ def test_hosted_command_line_is_that_of_the_tests(tmp_path: Path) -> None:
     assert command(tmp_path, launcher=("train",))[1:3] == [str(ROOT / "training_pipeline.py"), "train"]
 
 
-@pytest.mark.parametrize("launcher", ["hosted", "torchrun", "alone"])
+@pytest.mark.parametrize(
+    "launcher", ["hosted", *(pytest.param(other, marks=pytest.mark.slow) for other in ("torchrun", "alone"))]
+)
 def test_stop_now_kills_all_of_a_run(slow_home: Path, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Launcher, ranks and loader workers are gone at once; the next start continues from the last commit."""
     nproc = 2 if launcher == "torchrun" else None

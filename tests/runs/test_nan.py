@@ -93,6 +93,7 @@ def test_all_ranks_skip_what_one_rank_met(tmp_path: Path) -> None:
     assert first_difference(tmp_path / DATA, tmp_path / "experiment_results/parts/data") is None
 
 
+@pytest.mark.slow
 def test_skipped_step_is_explained_once_with_the_command_that_rebuilds_it(home: Path) -> None:
     """Of two ranks one speaks: register, dataset, points and the replay line, which works as printed."""
     write_experiment(

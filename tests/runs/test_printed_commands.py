@@ -231,8 +231,9 @@ ELSEWHERE = {
     "commands.stop.execute",
     "command_lines.run_line",
     "launch.hosted_agent._conclude",
-    # In tests/runs/test_nan.py.
+    # In tests/runs/test_nan.py and test_hosting.py.
     "loop._after_step",
+    "commands.stop._kill_all",
     "launch.torchrun_command.start_in_background",
 }
 

@@ -17,14 +17,12 @@ TRAINED = ("head_a", "head_b", "trunk")
 
 
 @pytest.fixture
-def exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def exported(begun: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """A data home with a trained experiment, its weights in one file, and a second experiment of the same modules."""
-    write_experiment(tmp_path)
-    run_inside(tmp_path, "--stop-after-epoch", "1")
-    assert call(tmp_path, "export", "tiny:last", "--out", str(tmp_path / "all.pt")) == 0
-    write_experiment(tmp_path, "second", training={"seed": 9})
+    assert call(begun, "export", "tiny:last", "--out", str(begun / "all.pt")) == 0
+    write_experiment(begun, "second", training={"seed": 9})
     capsys.readouterr()
-    return tmp_path
+    return begun
 
 
 def weights(home: Path, name: str, pool: str, module: str) -> dict[str, torch.Tensor]:
