@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pdb
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -49,7 +51,12 @@ class ProgressBar:
         if self._bar is not None:
             with self._survive_terminal():
                 self._bar.clear()
-        return self._breakpoint(*arguments, **options)
+        is_pdb = self._breakpoint is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ
+        if not is_pdb:
+            return self._breakpoint(*arguments, **options)
+        # In the author's frame: pdb.set_trace would stop in this one.
+        pdb.Pdb().set_trace(sys._getframe().f_back)
+        return None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

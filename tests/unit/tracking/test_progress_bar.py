@@ -126,3 +126,29 @@ def test_lines_of_other_threads_come_through_after_the_terminal_broke(capsys: py
     speaking.start()
     speaking.join(5)
     assert "hello" in capsys.readouterr().out
+
+
+def test_debugger_stops_in_the_authors_frame_behind_a_cleared_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """breakpoint() while a bar is shown is that of the line it stands in; afterwards Python's own hook is back."""
+    frames = []
+    monkeypatch.setattr("pdb.Pdb.set_trace", lambda debugger, frame: frames.append(frame))
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    stream = Terminal()
+    with bar_on(stream, 20) as bar:
+        for _ in range(10):
+            bar.advance()
+        breakpoint()
+    assert [frame.f_code.co_name for frame in frames] == [
+        "test_debugger_stops_in_the_authors_frame_behind_a_cleared_bar"
+    ]
+    assert sys.breakpointhook is sys.__breakpointhook__
+
+
+def test_other_debugger_is_used_where_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the user's own, as an IDE sets it, is called as ever."""
+    called = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda *arguments: called.append(arguments))
+    with bar_on(Terminal(), 20):
+        breakpoint()
+    assert called == [()]
