@@ -16,8 +16,8 @@ from pipeline.verbs import VERBS
 COMMAND = "python -m docs.cli"
 PAGE = Path(__file__).parent / "reference/cli.md"
 TRAINING = "training_pipeline.py"
-# Every command has these two. They are described once, in a section of their own.
-COMMON = ("--data-home", "--help")
+# Every command has these. They are described once, in a section of their own.
+COMMON = ("--data-home", "--results-home", "--help")
 # The group by which a verb says that it takes options of a training run.
 _FLAGS = "-- FLAGS"
 _HEAD = f"""\
@@ -36,6 +36,7 @@ _COMMON = """\
 | option | meaning |
 |---|---|
 | `--data-home DIR` | The [data home](run.md#data-home). Default: `$GORIDEEPSTYLE_DATA_HOME`, else the current folder. |
+| `--results-home DIR` | Home of results and logs. Default: `$GORIDEEPSTYLE_RESULTS_HOME`, else the data home. |
 | `--help`, `-h` | Show the options and examples. |
 
 ## Exit codes of every verb

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Protocol, cast
 
-from pipeline.arguments import DATA_HOME_HELP, VERSION, RankZeroParser
+from pipeline.arguments import VERSION, RankZeroParser, add_home_options
 from pipeline.errors import PipelineError, nearest
 from pipeline.requirements import check_requirements
 from pipeline.verbs import VERBS
@@ -49,7 +49,7 @@ def main(words: list[str] | None = None) -> int:
         if name in words[:1]:
             verb_parser.epilog = _import_verb(name).EXAMPLE
             _import_verb(name).add_arguments(verb_parser)
-            verb_parser.add_argument("--data-home", metavar="DIR", help=DATA_HOME_HELP)
+            add_home_options(verb_parser)
     arguments, unknown = parser.parse_known_args(words, argparse.Namespace(flags=flags, takes_flags=False))
     if unknown:
         verbs.choices[arguments.verb].error(_explain_unknown(unknown, arguments))

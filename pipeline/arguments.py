@@ -14,10 +14,18 @@ from typing import Any, NoReturn
 import pipeline
 from pipeline.command_lines import verb_line
 from pipeline.errors import UsageError
-from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths, check_name, data_home, settings_names
+from pipeline.paths import (
+    DATA_HOME_VARIABLE,
+    RESULTS_HOME_VARIABLE,
+    ExperimentPaths,
+    check_name,
+    data_home,
+    settings_names,
+)
 
 VERSION = f"training-pipeline {pipeline.__version__}"
 DATA_HOME_HELP = f"default: ${DATA_HOME_VARIABLE}, else the current folder"
+RESULTS_HOME_HELP = f"home of results, logs and error files; default: ${RESULTS_HOME_VARIABLE}, else the data home"
 DEVICE_HELP = "cpu: do not use the accelerators of this machine (default: one for each process, if there are any)"
 START = "start"
 RESUME = "resume"
@@ -171,9 +179,26 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=VERSION)
-    parser.add_argument("--data-home", metavar="DIR", help=DATA_HOME_HELP)
+    add_home_options(parser)
     add_training_options(parser)
     return parser
+
+
+class _SetResultsHome(argparse.Action):
+    """Sets the variable of the same meaning, which processes that this one starts inherit."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        os.environ[RESULTS_HOME_VARIABLE] = str(Path(str(values)).absolute())
+
+
+def add_home_options(parser: argparse.ArgumentParser) -> None:
+    """Add where experiments lie, which every command has."""
+    parser.add_argument("--data-home", metavar="DIR", help=DATA_HOME_HELP)
+    parser.add_argument(
+        "--results-home", metavar="DIR", action=_SetResultsHome, default=argparse.SUPPRESS, help=RESULTS_HOME_HELP
+    )
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.paths import DATA_HOME_VARIABLE, data_home
+from pipeline.paths import DATA_HOME_VARIABLE, data_home, results_home
 
 # Set by verbs that start torchrun themselves: the verb and its options, as one shell line.
 LAUNCH_VARIABLE = "TRAINING_PIPELINE_LAUNCH"
@@ -74,9 +74,13 @@ def verb_line(verb: str, experiment: str | None, home: Path, *words: str) -> str
 
 
 def home_option(home: Path) -> list[str]:
-    """Return the option that names a data home, if it is not the default one."""
+    """Return the options that name a data home and a home of results, if they are not the default ones."""
     default = data_home(None) if _current_folder() or DATA_HOME_VARIABLE in os.environ else None
-    return [] if home == default else ["--data-home", str(home)]
+    results = results_home()
+    return [
+        *([] if home == default else ["--data-home", str(home)]),
+        *([] if results is None else ["--results-home", str(results)]),
+    ]
 
 
 def has_launcher() -> bool:

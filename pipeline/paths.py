@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.errors import UsageError
@@ -28,6 +28,7 @@ LOSS_WEIGHTER_DATA = "loss_weighter_data"
 # The steps of an epoch that is being trained are committed, but have no public name.
 RUNNING_STEPS = "running"
 DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"
+RESULTS_HOME_VARIABLE = "GORIDEEPSTYLE_RESULTS_HOME"
 STATE_FILE = "state.json"
 LOCK_FILE = "run.lock"
 STATUS_FILE = "status.json"
@@ -73,6 +74,12 @@ def data_home(option: str | None) -> Path:
     return Path(option or os.environ.get(DATA_HOME_VARIABLE) or ".").absolute()
 
 
+def results_home() -> Path | None:
+    """Return the folder for all that runs write, if the option or the environment names another than the data home."""
+    folder = os.environ.get(RESULTS_HOME_VARIABLE)
+    return Path(folder).absolute() if folder else None
+
+
 def number_variable(name: str, default: float) -> float:
     """Return a number that the environment may set."""
     text = os.environ.get(name)
@@ -84,11 +91,15 @@ def number_variable(name: str, default: float) -> float:
 
 @dataclass(frozen=True)
 class ExperimentPaths:
-    """The folders of one experiment below its data home; the settings of a quick try have another name."""
+    """The folders of one experiment below its data home; the settings of a quick try have another name.
+
+    What runs write may lie in a home of its own.
+    """
 
     home: Path
     name: str
     settings_name: str = ""
+    results_home: Path | None = field(default_factory=results_home)
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -98,16 +109,21 @@ class ExperimentPaths:
         return self.home / SETTINGS_FOLDER / (self.settings_name or self.name)
 
     @property
+    def top(self) -> Path:
+        """The home of results, logs and error files."""
+        return self.results_home or self.home
+
+    @property
     def results(self) -> Path:
-        return self.home / RESULTS_FOLDER / self.name
+        return self.top / RESULTS_FOLDER / self.name
 
     @property
     def logs(self) -> Path:
-        return self.home / LOGS_FOLDER / self.name
+        return self.top / LOGS_FOLDER / self.name
 
     @property
     def error_files(self) -> Path:
-        return self.home / "experiment_torchelastic_error_files" / self.name
+        return self.top / "experiment_torchelastic_error_files" / self.name
 
     @property
     def module_ckps(self) -> Path:
@@ -116,12 +132,12 @@ class ExperimentPaths:
     @property
     def trash(self) -> Path:
         """Where a reset moves the results in one rename; a dot name can never be an experiment."""
-        return self.home / RESULTS_FOLDER / f".reset+{self.name.replace('/', '+')}"
+        return self.top / RESULTS_FOLDER / f".reset+{self.name.replace('/', '+')}"
 
     def start_token(self, number: str) -> Path:
         """Where rank zero of a start writes what the other ranks must see; the next start removes what is left."""
-        top = self.home / RESULTS_FOLDER
-        return (top if top.is_dir() else self.home) / f"{self._token_prefix}{number}"
+        results = self.top / RESULTS_FOLDER
+        return (results if results.is_dir() else self.top) / f"{self._token_prefix}{number}"
 
     def left_aside(self, number: str) -> Path:
         """Where a reset moves what it could not remove yet; the next start tries again."""
@@ -137,7 +153,7 @@ class ExperimentPaths:
 
     def left_behind(self) -> list[Path]:
         """Return what starts and resets that were interrupted have left next to the results, or in them."""
-        tops = [top for top in (self.home, self.home / RESULTS_FOLDER) if top.is_dir()]
+        tops = [top for top in (self.top, self.top / RESULTS_FOLDER) if top.is_dir()]
         prefixes = (self._token_prefix, self._aside_prefix)
         entries = [entry for top in tops for entry in top.iterdir()]
         leftovers = [entry for entry in entries if entry.name.startswith(prefixes)]
@@ -208,7 +224,7 @@ class ExperimentPaths:
 
     def other(self, name: str) -> ExperimentPaths:
         """Return the paths of another experiment in the same data home."""
-        return ExperimentPaths(self.home, name)
+        return ExperimentPaths(self.home, name, results_home=self.results_home)
 
 
 def pool_file(data: Path, pool: str, module: str) -> Path:
@@ -239,4 +255,4 @@ def settings_names(home: Path) -> list[str]:
 
 
 def results_names(home: Path) -> list[str]:
-    return all_experiments(home, RESULTS_FOLDER, STATE_FILE)
+    return all_experiments(results_home() or home, RESULTS_FOLDER, STATE_FILE)

@@ -58,7 +58,8 @@ def begun(begun_once: Path, tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def leave_no_trace() -> Iterator[None]:
     """Undo what a run inside this process sets, and fail if a test leaks environment variables."""
-    os.environ.pop("GORIDEEPSTYLE_DATA_HOME", None)
+    for variable in ("GORIDEEPSTYLE_DATA_HOME", "GORIDEEPSTYLE_RESULTS_HOME"):
+        os.environ.pop(variable, None)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = dict(os.environ)
     sys.dont_write_bytecode, wrote = True, sys.dont_write_bytecode
@@ -71,6 +72,7 @@ def leave_no_trace() -> Iterator[None]:
     stop_logging()
     for name in [name for name in sys.modules if name.startswith("_experiment_pymodules_")]:
         del sys.modules[name]
+    os.environ.pop("GORIDEEPSTYLE_RESULTS_HOME", None)
     leaked = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
     ours = {name for name in leaked if not name.startswith(("WANDB_", "MLFLOW_", "_MLFLOW_", "_TORCHINDUCTOR_"))}
     assert ours <= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}

@@ -15,7 +15,7 @@ from pipeline.command_lines import home_option, torchrun_words, verb_line
 from pipeline.errors import UsageError
 from pipeline.lifecycle.starts import read_starts
 from pipeline.monitoring.launch_record import record_launch
-from pipeline.paths import ExperimentPaths
+from pipeline.paths import RESULTS_HOME_VARIABLE, ExperimentPaths, results_home
 from pipeline.system.nvidia_smi import SECONDS_TO_COUNT, look_at_gpus, num_visible, parse_devices
 
 # Found whatever the current folder and the search path are.
@@ -91,6 +91,8 @@ class TrainingLine:
             "OMP_NUM_THREADS": num_threads,
             "TORCHELASTIC_ERROR_FILE": str(self.paths.error_files / "error.json"),
         }
+        if results := results_home():
+            variables[RESULTS_HOME_VARIABLE] = str(results)
         if self.devices:
             # GPUs are numbered as nvidia-smi shows them; by default CUDA numbers the fastest first.
             variables |= {

@@ -52,7 +52,7 @@ class Situation:
 
 def inspect_results(paths: ExperimentPaths) -> Situation:
     """Look at the results without touching them, and refuse places that are not safe to use."""
-    _refuse_links(paths.home / RESULTS_FOLDER, paths.name)
+    _refuse_links(paths.top / RESULTS_FOLDER, paths.name)
     _refuse_groups(paths)
     state = read_state(paths.state_file)
     if state is not None:
@@ -68,7 +68,7 @@ def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation
     check_free(paths)
     if arguments.mode == RESET:
         # Only a reset deletes logs; a run may write them through a link.
-        _refuse_links(paths.home / LOGS_FOLDER, paths.name)
+        _refuse_links(paths.top / LOGS_FOLDER, paths.name)
         return RESET
     if not found.exists:
         if arguments.mode == RESUME and not paths.settings.is_dir():

@@ -33,17 +33,20 @@ def check_shared(paths: ExperimentPaths, processes: Processes, disk: Disk) -> No
     def write_token() -> Path:
         check_writable(paths)
         token = paths.start_token(uuid.uuid4().hex)
+        if not paths.top.is_dir():
+            # A home of results may be as new as the experiment.
+            disk.make_folder(paths.top)
         disk.perform("create", token, token.touch)
         # Relative, because machines may have the data home at different places.
-        return token.relative_to(paths.home)
+        return token.relative_to(paths.top)
 
     token = processes.on_rank_zero(write_token)
-    where = f"{paths.home} on host {socket.gethostname()}"
-    seen = processes.gather(((paths.home / token).exists(), where))
+    where = f"{paths.top} on host {socket.gethostname()}"
+    seen = processes.gather(((paths.top / token).exists(), where))
     # No lock is held yet. A start that has it removes the tokens of all others, so rank zero may miss its own.
     if not seen[0][0]:
         raise StateConflict(f"Experiment {paths.name!r} is being started by another run at this moment.").shared()
-    processes.on_rank_zero(disk.remove, paths.home / token)
+    processes.on_rank_zero(disk.remove, paths.top / token)
     blind = [where for sees, where in seen if not sees]
     if blind:
         raise UsageError(

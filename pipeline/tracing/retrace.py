@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.arguments import parse_arguments
-from pipeline.paths import ExperimentPaths, results_names
+from pipeline.paths import RESULTS_HOME_VARIABLE, ExperimentPaths, results_names
 from pipeline.serialization.fingerprint import fingerprint
 from pipeline.session import TrainingSession
 from pipeline.training.step import StepObserver, StepOutcome
@@ -245,7 +245,7 @@ def _describe(value: object) -> str:
 def scratch_home(paths: ExperimentPaths, settings: Path, parent: str | None) -> Iterator[ExperimentPaths]:
     """Yield a data home of its own for a copy of an experiment, with links to the weights it may start from."""
     with tempfile.TemporaryDirectory(prefix="retrace_", dir=parent) as name:
-        scratch = ExperimentPaths(Path(name), paths.name)
+        scratch = ExperimentPaths(Path(name), paths.name, results_home=Path(name))
         for part in ("pymodules", "settings"):
             shutil.copytree(settings / part, scratch.settings / part)
         if paths.module_ckps.is_dir():
@@ -277,7 +277,13 @@ def retrace(
     search_path = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [sys.executable, *launcher, *module, *where, *words],
-        env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(search_path)},
+        # A copy writes nowhere but into its scratch folder.
+        env={
+            **os.environ,
+            **(variables or {}),
+            "PYTHONPATH": os.pathsep.join(search_path),
+            RESULTS_HOME_VARIABLE: "",
+        },
         capture_output=True,
         text=True,
         check=False,

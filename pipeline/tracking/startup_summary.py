@@ -43,7 +43,8 @@ def first_block(
         f"processes: {processes.world_size} on {processes.device.type}{reason}, backend {processes.backend}, "
         f"threads in each: {threads}"
     )
-    yield f"data home: {paths.home}"
+    elsewhere = f", results in {paths.top}" if paths.top != paths.home else ""
+    yield f"data home: {paths.home}{elsewhere}"
     yield f"state: {found}"
     if experiment.settings.parameters:
         yield f"parameters: {shown_parameters(experiment.settings.parameters)}"
