@@ -31,7 +31,11 @@ class Records:
     def __init__(self, registers: Iterable[LossRegister], rates: Mapping[str, Mapping[str, float]]) -> None:
         registers = tuple(registers)
         self.losses: Losses = {
-            split: {register.name: LossRecord(register.optimize, register.direction) for register in registers}
+            split: {
+                register.name: LossRecord(register.optimize, register.direction)
+                for register in registers
+                if split in register.splits
+            }
             for split in SPLITS
         }
         self.skipped = array("b")

@@ -76,7 +76,7 @@ def evaluate(
             for _ in evaluation.rounds(epoch or 0, predictions.observe):
                 bar.advance()
     index, count = request.shard
-    sums = evaluation.collect()[0][index::count]
+    sums, items = (table[index::count] for table in evaluation.collect())
     weights = _choose_weights(paths, manifest, request.pool)
     digests = {(name, file): entry.digest.sha256 for name, files in weights.items() for file, entry in files.items()}
     pool = pool_entries(paths, manifest, request.pool)
@@ -92,12 +92,12 @@ def evaluate(
         "code": code,
         "datasets": splits,
         "batches": len(evaluation.refs),
-        "items": evaluation.num_items(),
+        "items": evaluation.planned_items(),
         "predicted": {
             shape.dataset: shape.num_points * shape.point_size for shape in runner.shapes if shape.dataset in predicting
         },
     }
-    return Outcome(facts, request.shard, processes.world_size, sums), predictions.gather(processes)
+    return Outcome(facts, request.shard, processes.world_size, sums, items), predictions.gather(processes)
 
 
 def _restore_pool(

@@ -44,7 +44,8 @@ class Facts(TypedDict):
     weights: str
     code: str
     datasets: Fingerprints
-    # Of the whole split: its batches, the items of each register, and the items of each dataset with predictions.
+    # Of the whole split: its batches, the items of each register if none were counted or absent, and the items of each
+    # dataset with predictions.
     batches: int
     items: dict[str, int]
     predicted: dict[str, int]
@@ -54,13 +55,14 @@ class Facts(TypedDict):
 class Outcome:
     """The outcome of an evaluation, or of one shard of it.
 
-    ``sums`` has a row per batch, of the whole split or of the shard, and a column per register.
+    ``sums`` and ``items`` have a row per batch, of the whole split or of the shard, and a column per register.
     """
 
     facts: Facts
     shard: tuple[int, int]
     world_size: int
     sums: np.ndarray
+    items: np.ndarray
     predictions: dict[str, Columns] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
@@ -72,9 +74,9 @@ class Outcome:
     def values(self) -> dict[str, dict[str, float | int]]:
         """Return mean, total and number of items of every register."""
         totals = total_losses(self.sums[None])[0].tolist()
+        columns = zip(self.facts["items"], totals, self.items.sum(axis=0).tolist(), strict=True)
         return {
-            register: {"mean": mean(total, items), "total": total, "items": items}
-            for (register, items), total in zip(self.facts["items"].items(), totals, strict=True)
+            register: {"mean": mean(total, items), "total": total, "items": items} for register, total, items in columns
         }
 
     def writer(self, suffix: str) -> Writer:
@@ -110,7 +112,8 @@ class Outcome:
     def shard_writer(self) -> Writer:
         """Return a writer of all that a merge needs."""
         about = {"facts": self.facts, "shard": self.shard, "world_size": self.world_size}
-        return npz_writer({"shard": _encode(about), "sums": self.sums, **_flatten(self.predictions)})
+        arrays = {"sums": self.sums, "items": self.items}
+        return npz_writer({"shard": _encode(about), **arrays, **_flatten(self.predictions)})
 
 
 def read_shard(path: Path) -> Outcome:
@@ -131,12 +134,26 @@ def read_shard(path: Path) -> Outcome:
         facts = cast(Facts, written)
         sums = columns["sums"]
         num_batches = len(range(int(facts["batches"]))[index::count])
-        if not 0 <= index < count or sums.dtype != np.float64 or sums.shape != (num_batches, len(facts["items"])):
+        items = columns["items"] if "items" in columns else _planned_items(facts, sums.shape, index)
+        shape = (num_batches, len(facts["items"]))
+        is_shard = 0 <= index < count and sums.dtype == np.float64 and items.dtype == np.int64
+        if not is_shard or sums.shape != shape or items.shape != shape:
             raise ValueError("the sums of its batches do not fit")
-        shard = Outcome(facts, (index, count), int(about["world_size"]), sums, _group_predictions(columns))
+        shard = Outcome(facts, (index, count), int(about["world_size"]), sums, items, _group_predictions(columns))
         # Tried once, so that facts which are missing are reported with the name of this file.
         shard.summary()
         return shard
+
+
+def _planned_items(facts: Facts, shape: tuple[int, ...], index: int) -> np.ndarray:
+    """Return items of a shard of an earlier version, which did not say in which batches they are: all in the first."""
+    items = np.zeros(shape, dtype=np.int64)
+    planned = list(facts["items"].values())
+    if any(number >= 1 << 63 for number in planned):
+        raise ValueError("it has more items than can be")
+    if index == 0 and len(items):
+        items[0] = planned
+    return items
 
 
 def _group_predictions(arrays: Columns) -> dict[str, Columns]:
@@ -160,15 +177,17 @@ def merge(shards: list[Outcome]) -> Outcome:
     count = first.shard[1]
     # The table of the whole split, as if one evaluation had filled it: sums are then added in the planned order.
     sums = np.zeros((first.facts["batches"], len(first.facts["items"])))
+    items = np.zeros(sums.shape, dtype=np.int64)
     for shard in shards:
         sums[shard.shard[0] :: count] = shard.sums
+        items[shard.shard[0] :: count] = shard.items
     predictions = join_predictions(part for shard in shards for part in shard.predictions.items())
     for dataset, num_items in first.facts["predicted"].items():
         positions = predictions.get(dataset, {}).get(POSITION, np.zeros(0))
         if len(positions) != num_items or not np.array_equal(positions, np.arange(len(positions))):
             raise UnreadableFile(f"The shards must hold a prediction for each of {num_items} items of {dataset}, once.")
     world_size = sum(shard.world_size for shard in shards)
-    return replace(first, shard=(0, 1), world_size=world_size, sums=sums, predictions=predictions)
+    return replace(first, shard=(0, 1), world_size=world_size, sums=sums, items=items, predictions=predictions)
 
 
 def _refuse_other_shards(shards: list[Outcome]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from pipeline.components.losses import mean
 from pipeline.distributed.processes import Processes
 from pipeline.errors import Problem
 from pipeline.evaluation.batch_failures import explain_failure
@@ -31,6 +33,7 @@ class TriedBatch:
     split: str
     seconds: list[float]
     losses: dict[str, float]
+    items: dict[str, int]
 
 
 class Trial:
@@ -58,7 +61,8 @@ class Trial:
             if isinstance(result, Problem):
                 continue
             for name, value in result.losses.items():
-                if name in self._optimised and not torch.isfinite(torch.tensor(value)):
+                # A batch without items of a register has no mean.
+                if name in self._optimised and result.items[name] and not math.isfinite(value):
                     where = str(self._experiment.folder / "module_transforms" / f"{result.dataset}.py")
                     what = f"{name!r} must be finite, but is {value} in the first {result.split} batch"
                     yield Problem(where, what)
@@ -128,16 +132,21 @@ class Trial:
         times = [time.perf_counter()]
         batch: Batch = None
         try:
-            batch = next(runner.load([ref], points))
+            loaded = next(runner.load([ref], points))
+            batch = loaded.batch
             times.append(time.perf_counter())
             with out_of_memory_explained(batch, ref, self._processes.device):
-                losses = runner.losses(batch, ref, (*points.batch(ref).key, "check"))
-                means = {name: float(loss.detach().double().mean()) for name, loss in losses.items()}
+                items = runner.check_items(loaded, ref)
+                losses = runner.losses(loaded, ref, items, (*points.batch(ref).key, "check"))
+                runner.check_ignored(loaded, ref, losses, items)
+                totals = {name: loss.detach().sum(dtype=torch.float64) for name, loss in losses.items()}
+                means = {name: mean(float(total), items[name]) for name, total in totals.items()}
                 times.append(time.perf_counter())
                 if engine is not None:
-                    optimised = [loss for name, loss in losses.items() if name in self._optimised]
-                    scales = [1 / ref.num_items] * len(optimised)
-                    sums = [loss.detach().sum(dtype=torch.float64) for loss in optimised]
+                    names = [name for name in losses if name in self._optimised]
+                    optimised = [losses[name] for name in names]
+                    scales = [1 / max(1, items[name]) for name in names]
+                    sums = [totals[name] for name in names]
                     # The requests travel with the last batch, in which the engine reduces the gradients.
                     requests = StepRequests() if is_last else None
                     engine.add_batch(BatchAssignment(position, ref), BatchLosses(optimised, scales, sums), requests)
@@ -150,7 +159,7 @@ class Trial:
                 return None
             self._failures.add(failure)
             return explain_failure(error, self._experiment, dataset, split, batch)
-        return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means)
+        return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means, items)
 
 
 def _first_batches(runner: BatchRunner) -> Iterator[BatchRef]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeline.components import BaseModuleTransform
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
-from pipeline.training.loaders import Batch, KeyedDataset, Loader
-from pipeline.training.losses import check_losses
+from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader
+from pipeline.training.losses import Items, broken_count, check_losses, count_items
 from pipeline.training.step_plan import BatchRef, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,7 +75,10 @@ class BatchRunner:
         self._loaders = {
             name: Loader(
                 KeyedDataset(
-                    dataset, getattr(components.data_transforms[name], kind), components.dataloaders[name].collate_fn
+                    dataset,
+                    getattr(components.data_transforms[name], kind),
+                    components.dataloaders[name].collate_fn,
+                    partial(_count, experiment.module_transforms, name),
                 ),
                 arguments[name],
                 processes.device,
@@ -79,6 +86,17 @@ class BatchRunner:
             for name, dataset in components.datasets.items()
         }
         self._modules = components.all_modules
+        # By dataset, the registers that its module transform feeds in this split.
+        recorded = experiment.settings.registers_of("train" if self._trains else "val")
+        self._registers = {
+            name: tuple(register for register in recorded if register.name in definition.loss_registers)
+            for name, definition in components.module_transforms.items()
+        }
+
+    @property
+    def counts_items(self) -> bool:
+        """Return whether the number of items depends on the data of a batch."""
+        return any(hasattr(transform, "count_items") for transform in self._experiment.module_transforms.values())
 
     def points(self, epoch: int) -> Points:
         """Return which points the batches of an epoch hold."""
@@ -92,7 +110,7 @@ class BatchRunner:
         """Return whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
-    def load(self, refs: list[BatchRef], points: Points) -> Iterator[Batch]:
+    def load(self, refs: list[BatchRef], points: Points) -> Iterator[LoadedBatch]:
         """Return these batches, in order; every dataset has a loader of its own, which may work ahead."""
         by_dataset: dict[str, list[BatchRef]] = {}
         for ref in refs:
@@ -104,13 +122,42 @@ class BatchRunner:
         for loader in self._loaders.values():
             loader.close()
 
-    def losses(self, batch: Batch, ref: BatchRef, key: Key) -> dict[str, torch.Tensor]:
+    def items(self, loaded: LoadedBatch | None, ref: BatchRef) -> dict[str, int]:
+        """Return how many items of each register a batch has; without the batch, how many if none are counted."""
+        dataset = ref.shape.dataset
+        counts = None if loaded is None else loaded.counts
+        return count_items(counts, self._registers[dataset], ref.num_items, self._file(dataset))
+
+    def losses(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> dict[str, torch.Tensor]:
         """Run one batch through the modules; everything random in it follows from ``key``."""
         dataset = ref.shape.dataset
-        registers = self._experiment.components.module_transforms[dataset].loss_registers
-        losses = self._call("__call__", batch, ref, key)
-        file = self._experiment.folder / "module_transforms" / f"{dataset}.py"
-        return check_losses(losses, registers, ref.num_items, file, self._processes.device)
+        names = self._experiment.components.module_transforms[dataset].loss_registers
+        losses = self._call("__call__", loaded.batch, ref, key)
+        return check_losses(
+            losses, self._registers[dataset], names, items, loaded.counts, self._file(dataset), self._processes.device
+        )
+
+    def check_items(self, loaded: LoadedBatch, ref: BatchRef) -> dict[str, int]:
+        """Return the items of a batch; refuse counts that are others when they are asked for again."""
+        dataset = ref.shape.dataset
+        again = _count(self._experiment.module_transforms, dataset, loaded.batch)
+        if again != loaded.counts:
+            what = f"must return the same for the same batch, but returned {loaded.counts!r} and then {again!r}"
+            raise broken_count(self._file(dataset), what)
+        return self.items(loaded, ref)
+
+    def check_ignored(
+        self, loaded: LoadedBatch, ref: BatchRef, losses: Mapping[str, torch.Tensor], items: Items
+    ) -> None:
+        """Refuse counted registers in which more values differ from 0 than items were counted; waits for the device."""
+        for name in loaded.counts or ():
+            num_values = int(losses[name].count_nonzero()) if name in losses else 0
+            if num_values > items[name]:
+                what = f"must count every value, but counts {items[name]} for {name!r}, of which {num_values} are not 0"
+                raise broken_count(self._file(ref.shape.dataset), what)
+
+    def _file(self, dataset: str) -> Path:
+        return self._experiment.folder / "module_transforms" / f"{dataset}.py"
 
     def predictions(self, batch: Batch, ref: BatchRef, key: Key) -> object:
         """Let the module transform predict for a batch whose losses are known."""
@@ -132,6 +179,24 @@ class BatchRunner:
             if not self._experiment.runs_in_rounds:
                 around.enter_context(collectives_refused(f"module_transforms/{ref.shape.dataset}.py"))
             return getattr(transform, method)(batch, self._modules)
+
+
+def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> dict[str, object] | None:
+    """Let a module transform count the items of a batch, if it does."""
+    # Looked up for every batch: loaders exist before the transforms do.
+    count = getattr(transforms.get(dataset), "count_items", None)
+    if count is None:
+        return None
+    counts = count(batch)
+    return {name: _as_integer(value) for name, value in counts.items()} if isinstance(counts, Mapping) else counts
+
+
+def _as_integer(value: object) -> object:
+    """Return an integer of numpy or torch as Python's; leave anything else as it is."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return value
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import PlannedBatch
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
-from pipeline.training.loaders import Batch
+from pipeline.training.loaders import Batch, LoadedBatch
 from pipeline.training.losses import LossAccumulator, total_losses
 from pipeline.training.step_plan import BatchAssignment, assign_rounds, evaluation_refs
 
@@ -48,7 +48,8 @@ class EvaluationPass:
             self._assignments = [BatchAssignment(*batch) for batch in chosen[rank::world_size]]
             # The same number on every rank: some have no batch in the last round.
             self.num_rounds = -(-len(chosen) // world_size)
-        self._accumulator = LossAccumulator(experiment.settings.register_names, len(self.refs), processes)
+        self._registers = [register.name for register in experiment.settings.registers_of("val")]
+        self._accumulator = LossAccumulator(self._registers, len(self.refs), processes)
 
     def rounds(self, epoch: int, observe: BatchObserver | None = None) -> Iterator[int]:
         """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
@@ -64,31 +65,26 @@ class EvaluationPass:
                 yield number
 
     def _run_batch(
-        self, assignment: BatchAssignment, planned: PlannedBatch, batch: Batch, observe: BatchObserver | None
+        self, assignment: BatchAssignment, planned: PlannedBatch, loaded: LoadedBatch, observe: BatchObserver | None
     ) -> None:
-        with torch.no_grad(), out_of_memory_explained(batch, assignment.ref, self._processes.device):
-            losses = self._runner.losses(batch, assignment.ref, (*planned.key, "evaluate"))
+        with torch.no_grad(), out_of_memory_explained(loaded.batch, assignment.ref, self._processes.device):
+            items = self._runner.items(loaded, assignment.ref)
+            losses = self._runner.losses(loaded, assignment.ref, items, (*planned.key, "evaluate"))
             # The losses of a stand-in are recorded by the rank whose batch it is.
             if not assignment.is_stand_in:
-                self._accumulator.add(0, assignment.position, losses)
+                self._accumulator.add(0, assignment.position, losses, items)
             if observe is not None:
-                observe(assignment, planned, batch)
+                observe(assignment, planned, loaded.batch)
 
-    def collect(self) -> np.ndarray:
-        """Return the sums per batch and register of all ranks; batches of other shards have 0."""
-        sums: np.ndarray = self._accumulator.collect_batches(1)
-        return sums
+    def collect(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums and items per batch and register of all ranks; batches of other shards have 0."""
+        sums, items = self._accumulator.collect_batches(1)
+        return sums[0], items[0]
 
-    def num_items(self) -> dict[str, int]:
-        """Return how many items of the whole split each register gets."""
-        registers_of = {
-            name: definition.loss_registers
-            for name, definition in self._experiment.components.module_transforms.items()
-        }
-        return {
-            register: sum(ref.num_items for ref in self.refs if register in registers_of[ref.shape.dataset])
-            for register in self._experiment.settings.register_names
-        }
+    def planned_items(self) -> dict[str, int]:
+        """Return how many items of the whole split each register gets if none are counted and none are absent."""
+        planned = [self._runner.items(None, ref) for ref in self.refs]
+        return {register: sum(items.get(register, 0) for items in planned) for register in self._registers}
 
 
 class EvaluationStage:
@@ -126,9 +122,11 @@ class EvaluationStage:
                 yield True
                 return
             yield False
-        totals = total_losses(self._pass.collect())[0].tolist()
-        items = self._pass.num_items()
-        for (register, record), total in zip(self._records.losses["val"].items(), totals, strict=True):
-            record.add_epoch(epoch, total, items[register])
+        sums, items = self._pass.collect()
+        totals = total_losses(sums[None])[0].tolist()
+        for record, total, count in zip(
+            self._records.losses["val"].values(), totals, items.sum(axis=0).tolist(), strict=True
+        ):
+            record.add_epoch(epoch, total, count)
         seed_generators(seed, "after evaluation", epoch)
         weighter.after_eval_epoch(self._records.losses)

@@ -35,9 +35,9 @@ class Pictures:
         for dataset in wanted:
             ref = BatchRef(shapes[dataset], 0)
             try:
-                (batch,) = self._runner.load([ref], points)
+                (loaded,) = self._runner.load([ref], points)
                 with torch.no_grad(), preserved_buffers(self._experiment.components.all_modules.values()):
-                    images = self._runner.images(batch, ref, (*points.batch(ref).key, "images"))
+                    images = self._runner.images(loaded.batch, ref, (*points.batch(ref).key, "images"))
                     pictures |= {f"{dataset}/{name}": png_of(image) for name, image in images.items()}
             except (Exception, SystemExit) as error:
                 # Pictures are for people only: a mistake in them must not end a training.

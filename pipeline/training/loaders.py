@@ -9,10 +9,11 @@ import multiprocessing
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from multiprocessing.synchronize import Semaphore
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -32,9 +33,21 @@ _MAX_STARTS = 3
 _FORK = "fork"
 # What an author's dataset returns: of any type.
 Point = Any
+Loaded = TypeVar("Loaded")
 
 
-class KeyedDataset(Dataset[Batch]):
+class LoadedBatch(NamedTuple):
+    """A batch, and what count_items of its module transform returned for it."""
+
+    batch: Batch
+    counts: Any = None
+
+
+def _count_nothing(batch: Batch) -> None:
+    """Count the items of no register."""
+
+
+class KeyedDataset(Dataset[LoadedBatch]):
     """Turns a planned batch into a collated one, with generators seeded for each batch.
 
     Points, transforms and the collate function of a batch draw one after another from the streams of its key.
@@ -42,13 +55,18 @@ class KeyedDataset(Dataset[Batch]):
     """
 
     def __init__(
-        self, dataset: Dataset[Point], transform: Callable[[Point], Point], collate: Callable[[list[Point]], Batch]
+        self,
+        dataset: Dataset[Point],
+        transform: Callable[[Point], Point],
+        collate: Callable[[list[Point]], Batch],
+        count: Callable[[Batch], Any] = _count_nothing,
     ) -> None:
         self._dataset = dataset
         self._transform = transform
         self._collate = collate
+        self._count = count
 
-    def __getitem__(self, planned: PlannedBatch) -> Batch:
+    def __getitem__(self, planned: PlannedBatch) -> LoadedBatch:
         seed_generators(*planned.key)
         with collectives_refused(f"datasets/{planned.dataset}.py, its data transform or its collate_fn"):
             fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -58,9 +76,11 @@ class KeyedDataset(Dataset[Batch]):
                 points = map(self._dataset.__getitem__, planned.indices)
             transform = self._transform
             # A transform may edit the point in place and return nothing.
-            return self._collate([point if (new := transform(point)) is None else new for point in points])
+            batch = self._collate([point if (new := transform(point)) is None else new for point in points])
+            # Here, because a worker has the time, and the batch is not on a device that would have to be waited for.
+            return LoadedBatch(batch, self._count(batch))
 
-    def __getitems__(self, planned: PlannedBatch) -> Batch:
+    def __getitems__(self, planned: PlannedBatch) -> LoadedBatch:
         """Called by torch's fetcher with whatever the batch sampler yields."""
         return self[planned]
 
@@ -95,7 +115,7 @@ class Loader:
         self._starts = multiprocessing.get_context(_FORK).Semaphore(0) if is_watched else None
         self._loader = self._create_loader()
 
-    def _create_loader(self) -> DataLoader[Batch]:
+    def _create_loader(self) -> DataLoader[LoadedBatch]:
         arguments = self._arguments
         workers: dict[str, Any] = {}
         if arguments.num_workers > 0:
@@ -127,7 +147,7 @@ class Loader:
         """Return whether loading begins with workers that are not there yet."""
         return self._loader.num_workers > 0 and not self._has_workers
 
-    def load(self, batches: Iterable[PlannedBatch]) -> Iterator[Batch]:
+    def load(self, batches: Iterable[PlannedBatch]) -> Iterator[LoadedBatch]:
         """Return the collated batches on the device; workers start now, not when the first batch is asked for.
 
         ``batches`` is iterated again if workers must be replaced.
@@ -135,15 +155,17 @@ class Loader:
         self._planned.batches = batches
         if self._is_plain:
             # Without workers or pinned memory torch's loader has nothing to add but its own time.
-            loaded: Iterator[Batch] = map(self._dataset.__getitem__, batches)
+            loaded: Iterator[LoadedBatch] = map(self._dataset.__getitem__, batches)
         elif self._starts is not None and self.starts_workers:
             loaded = self._start_workers(self._starts)
         else:
             loaded = iter(self._loader)
         self._has_workers = self._arguments.persistent_workers
-        return loaded if self._device.type == "cpu" else (to_device(batch, self._device) for batch in loaded)
+        if self._device.type == "cpu":
+            return loaded
+        return (LoadedBatch(to_device(batch, self._device), counts) for batch, counts in loaded)
 
-    def _start_workers(self, starts: Semaphore) -> Iterator[Batch]:
+    def _start_workers(self, starts: Semaphore) -> Iterator[LoadedBatch]:
         """Fork the workers; replace them if one hangs in its fork.
 
         Python before 3.12 does not hold its lock of thread states over a fork. If a native thread has it at that
@@ -176,35 +198,42 @@ class Loader:
         )
 
 
-class Prefetcher(Iterator[Batch]):
-    """An iterator that can load one batch ahead; a loading error is raised by the following ``next``.
+class Prefetcher(Iterator[Loaded]):
+    """An iterator that can load batches ahead; a loading error is raised when the batch is asked for.
 
     ``seconds`` is how long loading has taken in all.
     """
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Loaded]) -> None:
         self._batches = batches
-        self._loaded = list[Batch]()
+        self._loaded = deque[Loaded]()
         self._error: Exception | None = None
         self.seconds = 0.0
 
-    def load(self) -> None:
-        """Load the next batch, unless that was done already."""
-        if not self._loaded and self._error is None:
+    def load(self, num_batches: int = 1) -> None:
+        """Load the next batches, except those that are loaded already."""
+        if len(self._loaded) < num_batches and self._error is None:
             started = time.perf_counter()
             try:
-                self._loaded += itertools.islice(self._batches, 1)
+                self._loaded += itertools.islice(self._batches, num_batches - len(self._loaded))
             except Exception as error:
                 self._error = error
             self.seconds += time.perf_counter() - started
 
-    def __next__(self) -> Batch:
-        self.load()
+    def look_ahead(self, num_batches: int) -> list[Loaded]:
+        """Return the next batches, which stay there to be asked for."""
+        self.load(num_batches)
         if self._error is not None:
             raise self._error
-        if not self._loaded:
-            raise StopIteration
-        return self._loaded.pop()
+        return list(self._loaded)
+
+    def __next__(self) -> Loaded:
+        self.load()
+        if self._loaded:
+            return self._loaded.popleft()
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
 
 
 @contextlib.contextmanager

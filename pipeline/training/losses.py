@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,21 @@ import torch
 from pipeline.distributed.processes import Processes
 from pipeline.errors import BrokenContract, Problem
 from pipeline.experiment.pymodules.user_code import place_of
+from pipeline.experiment.settings.settings import LossRegister
 from pipeline.system.accelerators import pinned_like
+
+# How many items a batch holds, by register.
+Items = Mapping[str, int]
+# What count_items of a module transform returned for a batch, unchecked; None if it has no such method.
+Counts = Mapping[str, object] | None
 
 
 class LossAccumulator:
-    """Float64 sums of the losses of batches, left on the device until someone wants to see them.
+    """Float64 sums of the losses of batches and their numbers of items, by batch, until someone wants to see them.
 
-    Rows are steps. Each batch of a row is summed by one rank only, so adding over the ranks is exact, and the
-    batches of a row are added in the planned order: recorded values do not depend on the number of processes.
+    The sums stay on the device. Rows are steps. Each batch of a row is summed by one rank only, so adding over the
+    ranks is exact, and the batches of a row are added in the planned order: recorded values do not depend on the
+    number of processes. A register that a batch does not have adds neither values nor items.
     """
 
     def __init__(self, registers: Sequence[str], num_batches: int, processes: Processes) -> None:
@@ -28,13 +35,15 @@ class LossAccumulator:
         # Row, batch and register of each sum.
         self._cells: list[tuple[int, int, int]] = []
         self._sums: list[torch.Tensor] = []
+        self._items: list[int] = []
         self._fetched: torch.Tensor | None = None
 
-    def add(self, row: int, batch: int, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def add(self, row: int, batch: int, losses: dict[str, torch.Tensor], items: Items) -> dict[str, torch.Tensor]:
         """Record the losses of one batch and return their sums."""
         # One kernel per loss and no copy to the host: the sums of many steps are read at once.
         sums = {register: loss.detach().sum(dtype=torch.float64) for register, loss in losses.items()}
         self._sums += sums.values()
+        self._items += [items[register] for register in losses]
         self._cells += [(row, batch, self._positions[register]) for register in losses]
         return sums
 
@@ -52,21 +61,25 @@ class LossAccumulator:
         sums = torch.stack(self._sums) if self._sums else torch.empty(0)
         self._fetched = pinned_like(sums).copy_(sums, non_blocking=True)
 
-    def collect(self, num_rows: int) -> np.ndarray:
-        """Return the totals of all rows per register, added over ranks and batches, and empty the accumulator."""
-        return total_losses(self.collect_batches(num_rows))
+    def collect(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return totals and items of all rows per register, added over ranks and batches; empty the accumulator."""
+        sums, items = self.collect_batches(num_rows)
+        return total_losses(sums), items.sum(axis=1)
 
-    def collect_batches(self, num_rows: int) -> np.ndarray:
-        """Return the sums of all rows per batch and register, added over ranks, and empty the accumulator."""
-        table = torch.zeros(num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
+    def collect_batches(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums and items of all rows per batch and register, added over ranks; empty the accumulator."""
+        # Both in one table, and so in one message. A float64 holds every number of items up to 2 ** 53.
+        table = torch.zeros(2, num_rows, self._num_batches, len(self._positions), dtype=torch.float64)
         if self._cells:
-            sums = torch.stack(self._sums).cpu() if self._fetched is None else self._fetched
-            table[tuple(torch.tensor(self._cells).T)] = sums
+            cells = tuple(torch.tensor(self._cells).T)
+            table[0][cells] = torch.stack(self._sums).cpu() if self._fetched is None else self._fetched
+            table[1][cells] = torch.tensor(self._items, dtype=torch.float64)
         self._fetched = None
         self._cells.clear()
         self._sums.clear()
-        totals: np.ndarray = self._processes.sum(table).numpy()
-        return totals
+        self._items.clear()
+        sums, items = self._processes.sum(table).numpy()
+        return sums, items.astype(np.int64)
 
 
 def total_losses(sums: np.ndarray) -> np.ndarray:
@@ -75,36 +88,95 @@ def total_losses(sums: np.ndarray) -> np.ndarray:
     return totals
 
 
+def count_items(counts: Counts, registers: Sequence[LossRegister], num_items: int, file: Path) -> dict[str, int]:
+    """Return how many items of each register a batch has.
+
+    A register that was not counted has an item for each of the batch's ``num_items``.
+    """
+    items = {register.name: 1 if register.per == "batch" else num_items for register in registers}
+    if counts is None:
+        return items
+    if not isinstance(counts, Mapping):
+        raise broken_count(file, f"must return a dict of counts, but returned {type(counts).__name__}")
+    for name, count in counts.items():
+        if name not in items:
+            raise broken_count(file, f"must return counts of {', '.join(items) or 'no register'}, but has {name!r}")
+        # What is not an integer is left as the author's code returned it.
+        if type(count) is not int or count < 0:
+            raise broken_count(file, f"must return an integer of 0 or more for {name!r}, but returned {count!r}")
+        items[name] = count
+    return items
+
+
 def check_losses(
-    losses: object, registers: tuple[str, ...], num_items: int, file: Path, device: torch.device
+    losses: object,
+    registers: Sequence[LossRegister],
+    all_names: Sequence[str],
+    items: Items,
+    counts: Counts,
+    file: Path,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Return what a module transform gave if it follows the contract: one value per item for each register."""
+    """Return what a module transform gave for these registers, if it follows the contract: a value for each item.
+
+    ``all_names`` also has the registers that it need not give now. A register without any item may be absent, and so
+    may one that is not optimised. Where items were counted there may be more values than items: torch's losses give 0
+    for targets that they ignore.
+    """
     if not isinstance(losses, dict):
         what = f"must return a dict of losses, but returned {type(losses).__name__}"
-        raise _broken(file, what, f'return {{"{registers[0]}": …}}')
-    listed = ", ".join(registers)
-    if lacking := sorted(set(registers) - set(losses)):
-        what = f"must return all of its loss_registers, {listed}, but lacks {', '.join(lacking)}"
-        raise _broken(file, what, "return it with the others, or remove it from loss_registers")
-    if unknown := sorted(map(str, set(losses) - set(registers))):
+        raise _broken(file, what, f'return {{"{all_names[0]}": …}}')
+    listed = ", ".join(all_names)
+    present = [register for register in registers if register.name in losses]
+    absent = {register.name for register in registers if register.optimize and items[register.name]} - set(losses)
+    if absent:
+        what = f"must return all of its loss_registers, {listed}, but lacks {', '.join(sorted(absent))}"
+        fix = (
+            "return it with the others, or remove it from loss_registers; only where count_items is 0 it may be absent"
+        )
+        raise _broken(file, what, fix)
+    if unknown := sorted(map(str, set(losses) - set(all_names))):
         names = ", ".join(unknown)
         what = f"must return only its loss_registers, {listed}, but also has {names}"
         fix = f"add {names} to loss_registers in this file, and to settings/loss_registers.json if there is one"
         raise _broken(file, what, fix)
-    for register in registers:
-        loss = losses[register]
-        if not isinstance(loss, torch.Tensor) or loss.numel() != num_items:
-            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            what = f"must return one value per item for {register!r}, here {num_items}, but returned {given}"
-            raise _broken(file, *_explain_shape(loss, num_items, what))
-        if loss.device != device:
-            what = f"must return {register!r} on the device of the run, {device}, but it is on {loss.device}"
-            raise _broken(file, what, "compute it from the tensors of the batch, or move it with .to(self.device)")
-    return {register: losses[register] for register in registers}
+    for register in present:
+        name = register.name
+        is_counted = counts is not None and name in counts
+        _check_loss(losses[name], register, items[name], file, device, is_counted=is_counted)
+    return {register.name: losses[register.name] for register in present}
+
+
+def _check_loss(
+    loss: object, register: LossRegister, num_items: int, file: Path, device: torch.device, *, is_counted: bool
+) -> None:
+    name = register.name
+    num_values = loss.numel() if isinstance(loss, torch.Tensor) else -1
+    given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+    if register.per == "batch":
+        if num_values != 1:
+            what = f'must return one value per batch for {name!r}, as its "per" is "batch", but returned {given}'
+            raise _broken(file, what, "return a tensor with one element, for example with .mean()")
+    elif is_counted and num_values < num_items:
+        what = f"must return a value for each of the {num_items} items that count_items gave for {name!r}, but returned"
+        raise _broken(file, f"{what} {given}", 'use reduction="none", or count what there is a value for')
+    elif not is_counted and num_values != num_items:
+        what = f"must return one value per item for {name!r}, here {num_items}, but returned {given}"
+        raise _broken(file, *_explain_shape(loss, num_items, what))
+    assert isinstance(loss, torch.Tensor)
+    if loss.device != device:
+        what = f"must return {name!r} on the device of the run, {device}, but it is on {loss.device}"
+        raise _broken(file, what, "compute it from the tensors of the batch, or move it with .to(self.device)")
 
 
 def _broken(file: Path, what: str, fix: str) -> BrokenContract:
     return BrokenContract(Problem(place_of(file, "__call__"), what, fix))
+
+
+def broken_count(file: Path, what: str) -> BrokenContract:
+    """Return the error about what count_items of a module transform returned."""
+    fix = 'return {"loss": int((batch["target"] != -100).sum())}, for example'
+    return BrokenContract(Problem(place_of(file, "count_items"), f"count_items {what}", fix))
 
 
 def _explain_shape(loss: object, num_items: int, what: str) -> tuple[str, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+
+import torch
 
 from pipeline.checkpoint.records import Records
 from pipeline.components import BaseLossWeighter
@@ -16,7 +17,7 @@ from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
 from pipeline.training.engines.base import GradientEngine
-from pipeline.training.loaders import Batch, Prefetcher
+from pipeline.training.loaders import LoadedBatch, Prefetcher
 from pipeline.training.losses import LossAccumulator
 from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
@@ -31,6 +32,7 @@ class TrainingStage:
 
         before_train_epoch
         for each step:
+            count the items of the step, if its batches must be loaded for that
             for each of this rank's batches:
                 load → forward → losses → backward
             reduce the gradients once → clip and step, or skip
@@ -62,16 +64,11 @@ class TrainingStage:
         after_step = getattr(type(self._weighter), "after_train_step", None)
         self._weighter_sees_steps = after_step not in (None, BaseLossWeighter.after_train_step)
         self._max_pending = 1 if self._weighter_sees_steps else _MAX_PENDING_STEPS
-        registers = experiment.settings.register_names
-        registers_of = {
-            name: definition.loss_registers for name, definition in experiment.components.module_transforms.items()
-        }
-        self._datasets_of = [
-            [dataset for dataset, fed in registers_of.items() if register in fed] for register in registers
-        ]
-        self._accumulator = LossAccumulator(registers, self.plan.max_batches, processes)
-        # The number of items per register of each step whose losses are still on the device.
-        self._pending: list[list[int]] = []
+        self._registers = experiment.settings.registers_of("train")
+        names = [register.name for register in self._registers]
+        self._accumulator = LossAccumulator(names, self.plan.max_batches, processes)
+        # How many steps have losses that are still on the device.
+        self._num_pending = 0
         self.observer = StepObserver()
         self.num_consecutive_skipped = 0
 
@@ -104,17 +101,22 @@ class TrainingStage:
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
 
-    def _step(self, epoch: int, index: int, loading: Prefetcher, requests: Callable[[], StepRequests]) -> StepReport:
+    def _step(
+        self, epoch: int, index: int, loading: Prefetcher[LoadedBatch], requests: Callable[[], StepRequests]
+    ) -> StepReport:
         started = time.perf_counter()
         loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
         batches = self.plan.step(epoch, index)
-        items = self._num_items(batches)
+        assignments = self._assign(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
+        if self._runner.counts_items:
+            items = self._sum_counted_items(assignments, loading)
+        else:
+            items = self._add_items(self._runner.items(None, ref) for ref in batches)
         scales = self._loss_scales(items)
         rates = self._experiment.learning_rates()
 
         self._engine.begin_step(len(batches))
-        assignments = self._assign(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
         for assignment in assignments:
             key = (self._settings.seed, "step", epoch, index, assignment.position)
             # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
@@ -123,15 +125,15 @@ class TrainingStage:
             self._run_batch(next(loading), assignment, key, scales, asked)
         if not assignments:
             self._engine.join_without_batch(requests())
-        if len(self._pending) + 1 == self._max_pending:
+        if self._num_pending + 1 == self._max_pending:
             # The losses are needed after this step; the engine's wait for the device is one for them too.
             self._accumulator.fetch()
         outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
         cause = self._find_cause(epoch, batches) if outcome.skipped and not outcome.overflowed else ""
 
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
-        self._pending.append(items)
-        if len(self._pending) == self._max_pending:
+        self._num_pending += 1
+        if self._num_pending == self._max_pending:
             self.flush()
         for scheduler in self._schedulers:
             scheduler.after_train_step(index + 1)
@@ -146,7 +148,7 @@ class TrainingStage:
 
     def _run_batch(
         self,
-        batch: Batch,
+        loaded: LoadedBatch,
         assignment: BatchAssignment,
         key: Key,
         scales: dict[str, float],
@@ -156,32 +158,43 @@ class TrainingStage:
         # A stand-in only keeps the collectives of all ranks in step: it must leave no trace in the modules.
         modules = self._experiment.components.trained_modules.values() if assignment.is_stand_in else ()
         untraced = preserved_buffers(modules) if modules else nullcontext()
-        with out_of_memory_explained(batch, assignment.ref, self._processes.device), untraced:
-            self._engine.add_batch(assignment, self._forward(batch, assignment, key, scales), requests)
+        with out_of_memory_explained(loaded.batch, assignment.ref, self._processes.device), untraced:
+            self._engine.add_batch(assignment, self._forward(loaded, assignment, key, scales), requests)
 
-    def _forward(self, batch: Batch, assignment: BatchAssignment, key: Key, scales: dict[str, float]) -> BatchLosses:
+    def _forward(
+        self, loaded: LoadedBatch, assignment: BatchAssignment, key: Key, scales: dict[str, float]
+    ) -> BatchLosses:
         """Run one batch through its module transform and record its losses; return those that are optimised."""
         position = assignment.position
+        items = self._runner.items(loaded, assignment.ref)
         if assignment.is_stand_in:
             # Another rank records this batch; here its losses count zero times.
-            losses = self._runner.losses(batch, assignment.ref, key)
+            losses = self._runner.losses(loaded, assignment.ref, items, key)
             optimised = [loss for register, loss in losses.items() if register in scales]
             return BatchLosses(optimised, [0.0] * len(optimised), [])
-        self.observer.batch_is_loaded(position, assignment.ref, batch)
-        losses = self._runner.losses(batch, assignment.ref, key)
+        self.observer.batch_is_loaded(position, assignment.ref, loaded.batch)
+        losses = self._runner.losses(loaded, assignment.ref, items, key)
         self.observer.losses_are_known(position, losses)
-        sums = self._accumulator.add(len(self._pending), position, losses)
+        sums = self._accumulator.add(self._num_pending, position, losses, items)
         names = [register for register in losses if register in scales]
         return BatchLosses(
             [losses[name] for name in names], [scales[name] for name in names], [sums[name] for name in names]
         )
 
-    def _num_items(self, batches: list[BatchRef]) -> list[int]:
-        """Return how many items of all ranks each register gets in a step, in the settings' order."""
-        items = Counter[str]()
-        for ref in batches:
-            items[ref.shape.dataset] += ref.num_items
-        return [sum(items[dataset] for dataset in datasets) for datasets in self._datasets_of]
+    def _sum_counted_items(self, assignments: list[BatchAssignment], loading: Prefetcher[LoadedBatch]) -> list[int]:
+        """Return how many items of all ranks each register gets in a step in which the data says how many.
+
+        A mean needs the items of all ranks before the first backward pass, so this rank's batches are loaded now.
+        """
+        loaded = zip(assignments, loading.look_ahead(len(assignments)), strict=True)
+        own = [self._runner.items(batch, given.ref) for given, batch in loaded if not given.is_stand_in]
+        # On the CPU: the counts are there, and a device would have to be waited for.
+        return self._processes.sum(torch.tensor(self._add_items(own))).tolist()
+
+    def _add_items(self, batches: Iterable[Mapping[str, int]]) -> list[int]:
+        """Return the number of items of each register in some batches, in the settings' order."""
+        all_items = list(batches)
+        return [sum(items.get(register.name, 0) for items in all_items) for register in self._registers]
 
     def _loss_scales(self, items: list[int]) -> dict[str, float]:
         """Return, for each optimised register, the factor of one item's loss in the step's loss."""
@@ -189,14 +202,14 @@ class TrainingStage:
         scale = self._engine.loss_scale
         return {
             register.name: scale * float(self._weighter.get_loss_weight(register.name)) / (count if is_mean else 1)
-            for register, count in zip(self._experiment.settings.loss_registers, items, strict=True)
+            for register, count in zip(self._registers, items, strict=True)
             if register.optimize and count
         }
 
     def _find_cause(self, epoch: int, batches: list[BatchRef]) -> str:
         """Return which loss of a skipped step is not finite, and in which points; called by all ranks."""
-        optimised = {register.name for register in self._experiment.settings.loss_registers if register.optimize}
-        own = [place for place in self._accumulator.find_not_finite(len(self._pending)) if place[1] in optimised]
+        optimised = {register.name for register in self._registers if register.optimize}
+        own = [place for place in self._accumulator.find_not_finite(self._num_pending) if place[1] in optimised]
         found = sorted({place for places in self._processes.gather(own) for place in places})
         if not found:
             return ""
@@ -222,8 +235,7 @@ class TrainingStage:
 
     def flush(self) -> None:
         """Bring the losses of the latest steps into the records; called by all ranks at the same step."""
-        if self._pending:
-            totals = self._accumulator.collect(len(self._pending))
-            for row, items in zip(totals, self._pending, strict=True):
-                self._records.add_step_losses(row, items)
-            self._pending.clear()
+        if self._num_pending:
+            for totals, items in zip(*self._accumulator.collect(self._num_pending), strict=True):
+                self._records.add_step_losses(totals, items.tolist())
+            self._num_pending = 0

@@ -41,6 +41,9 @@ class LossRegister:
     name: str
     optimize: bool = True
     direction: str = "min"
+    # What a transform gives one value for: "item" or "batch".
+    per: str = "item"
+    splits: tuple[str, ...] = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,11 @@ class Settings:
     def register_names(self) -> tuple[str, ...]:
         return tuple(register.name for register in self.loss_registers)
 
+    def registers_of(self, split: str) -> tuple[LossRegister, ...]:
+        """Return the registers that are recorded in a split; any but ``train`` has those of ``val``."""
+        named = "train" if split == "train" else "val"
+        return tuple(register for register in self.loss_registers if named in register.splits)
+
 
 def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     """Read and check the settings files with overrides applied; all problems are raised at once."""
@@ -208,13 +216,15 @@ def parse_settings(contents: Contents) -> Settings:
             **progress_bar,
             **logging["text"],
         ),
-        # A register with defaults only may be written as its name alone.
-        loss_registers=tuple(
-            LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
-            for entry in contents["loss_registers"].get("loss_registers", [])
-        ),
+        loss_registers=tuple(map(_parse_register, contents["loss_registers"].get("loss_registers", []))),
         training=TrainingSettings(**training, lr_scaling=LrScaling(**scaling) if scaling else None),
     )
+
+
+def _parse_register(entry: Json) -> LossRegister:
+    # A register with defaults only may be written as its name alone.
+    register = LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
+    return replace(register, splits=tuple(register.splits))
 
 
 def register_contents(registers: Iterable[LossRegister]) -> dict[str, Json]:

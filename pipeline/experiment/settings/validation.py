@@ -189,6 +189,7 @@ def contradiction_problems(contents: Mapping[str, Mapping[str, Json]], folder: P
     training = contents["training"]
     path = folder / "training.json"
     yield from _mixture_contradictions(contents, folder / "data_loading.json")
+    yield from _register_contradictions(contents, folder / "loss_registers.json")
     for (key, value), (other_key, other_value), why in _CONTRADICTIONS:
         if training.get(key) == value and training.get(other_key) == other_value:
             yield Problem(
@@ -196,6 +197,15 @@ def contradiction_problems(contents: Mapping[str, Mapping[str, Json]], folder: P
                 f"{json.dumps(value)} does not go together with {other_key}: {json.dumps(other_value)}, because {why}",
                 "change one of them",
             )
+
+
+def _register_contradictions(contents: Mapping[str, Mapping[str, Json]], path: Path) -> Iterator[Problem]:
+    """Yield registers that are to be optimised, but are not recorded in training."""
+    for index, register in enumerate(contents.get("loss_registers", {}).get("loss_registers", [])):
+        is_optimised = isinstance(register, dict) and register.get("optimize", True)
+        if is_optimised and "train" not in register.get("splits", ["train"]):
+            what = f"register {register['name']!r} must be recorded in training to be optimised, but its splits are val"
+            yield Problem(f"{path} (loss_registers.{index})", what, 'add "optimize": false, or remove "splits"')
 
 
 def _mixture_contradictions(contents: Mapping[str, Mapping[str, Json]], path: Path) -> Iterator[Problem]:

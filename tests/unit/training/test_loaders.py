@@ -47,7 +47,8 @@ def augmented(point: dict[str, Any]) -> None:
 def loaded(transform: Any, num_workers: int = 0, dataset: Any = None, batches: Any = BATCHES) -> list[Any]:
     """Return all batches as a loader gives them."""
     keyed = KeyedDataset(dataset or Numbers(), transform, default_collate)
-    return list(Loader(keyed, LoaderArguments(batch_size=3, num_workers=num_workers), CPU).load(batches))
+    loader = Loader(keyed, LoaderArguments(batch_size=3, num_workers=num_workers), CPU)
+    return [loaded.batch for loaded in loader.load(batches)]
 
 
 def test_batches_come_in_the_planned_order() -> None:
@@ -94,8 +95,8 @@ def test_dataset_may_fetch_many_points_at_once() -> None:
 def test_loading_leaves_the_loaders_batches_replaceable() -> None:
     """One loader serves epoch after epoch."""
     loader = Loader(KeyedDataset(Numbers(), lambda point: point, default_collate), LoaderArguments(3), CPU)
-    first = [batch["idx"].tolist() for batch in loader.load(BATCHES)]
-    second = [batch["idx"].tolist() for batch in loader.load(BATCHES[1:])]
+    first = [loaded.batch["idx"].tolist() for loaded in loader.load(BATCHES)]
+    second = [loaded.batch["idx"].tolist() for loaded in loader.load(BATCHES[1:])]
     assert (first, second) == ([[3, 1, 4], [1, 5]], [[1, 5]])
 
 
@@ -176,7 +177,7 @@ arguments = LoaderArguments(1, num_workers=2, persistent_workers=sys.argv[2] == 
 loader = loaders.Loader(loaders.KeyedDataset(Numbers(), lambda point: None, list), arguments, torch.device("cpu"))
 batches = [PlannedBatch("a", (index,), (index,)) for index in range(5)]
 try:
-    print([list(loader.load(batches)) for _ in range(2)])
+    print([[loaded.batch for loaded in loader.load(batches)] for _ in range(2)])
 except PipelineError as error:
     print(error)
 loader.close()
@@ -223,6 +224,29 @@ def test_error_of_a_batch_that_is_loaded_ahead_is_raised_when_it_is_asked_for() 
     ahead.load()
     with pytest.raises(ZeroDivisionError):
         next(ahead)
+
+
+def test_batches_of_a_step_can_be_looked_at_before_they_are_asked_for() -> None:
+    """What was loaded ahead already is not loaded again, and all of it is still to come."""
+    ahead = Prefetcher(iter(range(4)))
+    ahead.load()
+    assert ahead.look_ahead(3) == [0, 1, 2]
+    assert [*ahead] == [0, 1, 2, 3]
+
+
+def test_error_is_raised_when_its_batch_is_looked_at() -> None:
+    """A step whose items must be counted needs all of its batches at once."""
+    ahead = Prefetcher(1 // number for number in (1, 0))
+    with pytest.raises(ZeroDivisionError):
+        ahead.look_ahead(2)
+
+
+def test_items_are_counted_where_a_batch_is_collated() -> None:
+    """The counts come with the batch, also from a worker."""
+    keyed = KeyedDataset(Numbers(), lambda point: point, default_collate, lambda batch: int(batch["idx"].sum()))
+    for num_workers in (0, 1):
+        loader = Loader(keyed, LoaderArguments(batch_size=3, num_workers=num_workers), CPU)
+        assert [loaded.counts for loaded in loader.load(BATCHES)] == [8, 6]
 
 
 def test_time_of_loading_counts_whenever_it_is_done() -> None:

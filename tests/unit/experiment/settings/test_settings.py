@@ -192,7 +192,8 @@ def test_register_and_scaling_defaults_are_those_of_the_schema() -> None:
     """The defaults inside lists and choices agree too."""
     register = schema("loss_registers")["properties"]["loss_registers"]["items"]["oneOf"][1]
     scaling = schema("training")["properties"]["lr_scaling"]["oneOf"][1]
-    assert defaults_of(LossRegister) == schema_defaults(register)
+    assert defaults_of(LossRegister) == {**schema_defaults(register), "splits": ("train", "val")}
+    assert schema_defaults(register)["splits"] == ["train", "val"]
     assert defaults_of(LrScaling) == schema_defaults(scaling)
 
 
