@@ -43,7 +43,7 @@ def main(words: list[str] | None = None) -> int:
         return run_verb(words)
     arguments = parse_arguments(words)
     if LAUNCH_VARIABLE in os.environ:
-        # Until the run listens, Ctrl+C ends it without a traceback out of an import. The verb that hosts it speaks.
+        # Until the run listens, Ctrl+C ends it without a traceback out of an import. The hosting verb says so.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imported late, because torch takes seconds and a wrong command line should be refused at once.
     if has_launcher():

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.parts import Moment
-from pipeline.command_lines import verb_line
+from pipeline.command_lines import run_line, verb_line
+from pipeline.errors import PipelineError
+from pipeline.lifecycle.starts import reset_flags
 from pipeline.monitoring.journal import EPOCH
 from pipeline.progress import EVALUATION, TRAINING, Progress
 from pipeline.session import TrainingSession
@@ -26,6 +28,8 @@ from pipeline.training.step import StepReport, StepRequests
 _IMPROVEMENT = "improvement() of early_stopper.py"
 _STOP = "early_stop() of early_stopper.py"
 _KEEPS = "save_checkpoints() of checkpoint_saver.py"
+# The bar shows losses that all ranks must add up for it.
+_MIN_STEPS_BETWEEN_SHOWN_LOSSES = 10
 
 
 class Loop:
@@ -44,6 +48,8 @@ class Loop:
         self._committed_at = time.monotonic()
         self._pace = Pace()
         self._kept_pools: list[str] = []
+        # What module transforms wrote at the latest evaluation, until it is committed.
+        self._artifacts: dict[str, bytes] = {}
         # The latest loss and rates, for the bar.
         self._shown = ""
 
@@ -76,7 +82,6 @@ class Loop:
             # A forked worker would inherit the locks of the commit's thread, held for ever.
             session.commits.wait()
         self._pace.begin_epoch(progress.step)
-        self._shown = ""
         updates = self._settings.logging.train_updates
         with self._new_bar(self._title("epoch", epoch), total, progress.step, updates) as bar:
             for report in session.training.run(epoch, progress.step, self._requests):
@@ -127,10 +132,12 @@ class Loop:
                 session.commits.poll()
                 bar.advance()
         if session.processes.is_rank_zero:
-            self._publisher.keep_images(epoch, partial(session.pictures.take, epoch))
+            self._publisher.keep_images(epoch, partial(session.samples.take_images, epoch))
+            self._artifacts = session.samples.take_artifacts(epoch)
         elif session.experiment.is_sharded:
             # No rank can run a sharded module alone.
-            session.pictures.take(epoch)
+            session.samples.take_images(epoch)
+            session.samples.take_artifacts(epoch)
         following = self._judge(progress)
         self._note_epoch("val", epoch)
         losses = shown_losses(session.records.losses, "val", self._weights())
@@ -175,27 +182,26 @@ class Loop:
         # An error of the commit that is being written ends the run at the next step, not at the next commit.
         session.commits.poll()
         self._pace.add(report.step, report.seconds, report.data_seconds)
-        if report.outcome.skipped and session.processes.is_rank_zero:
-            replay = ["--epoch", str(epoch), "--step", str(report.step)]
-            LOGGER.warning(
-                "Epoch %d, step %d skipped on all ranks: %s. To look at it: %s",
-                epoch,
-                report.step,
-                report.cause or "a gradient is not finite",
-                verb_line("replay", session.paths.name, session.paths.home, *replay),
-            )
+        if report.outcome.skipped:
+            self._report_skipped(epoch, report)
         # Of the experiment if its last epoch is known, else of the epoch.
         plan = session.training.plan
         last_epoch = max(epoch, self._max_epochs or epoch)
         steps_done = plan.steps_through(epoch - 1) + report.step
         eta_seconds = self._pace.seconds_for(plan.steps_through(last_epoch) - steps_done)
         every = self._settings.logging.every_steps
-        if report.step % every == 0 or report.step == report.num_steps:
+        is_logged = report.step % every == 0 or report.step == report.num_steps
+        # All ranks add up what the bar shows: whether rank zero has a terminal, the others do not know.
+        logging = self._settings.logging
+        bar_every = max(_MIN_STEPS_BETWEEN_SHOWN_LOSSES, report.num_steps // logging.train_updates)
+        if is_logged or (logging.progress_bar and (report.step == 1 or report.step % bar_every == 0)):
             session.training.flush()
+            latest = shown_losses(session.records.losses, "train", self._weights(), 1)
+            self._shown = f"loss {latest['loss']:.4g}, lr {shown_rates(session.experiment.learning_rates())}"
+        if is_logged:
             num_logged = (report.step - 1) % every + 1
             losses = shown_losses(session.records.losses, "train", self._weights(), num_logged)
             log_detail(step_line(epoch, report, session.experiment, session.processes.device, eta_seconds, losses))
-            self._shown = f"loss {losses['loss']:.4g}, lr {shown_rates(session.experiment.learning_rates())}"
         if session.processes.is_rank_zero and session.status.is_due():
             self.write_status(
                 Progress(TRAINING, epoch, report.step),
@@ -206,6 +212,33 @@ class Loop:
                 epoch_eta=self._pace.seconds_for(report.num_steps - report.step),
                 memory=memory_in_mb(session.processes.device),
             )
+
+    def _report_skipped(self, epoch: int, report: StepReport) -> None:
+        """Warn of a skipped step, of several in a row once; end the run if there are too many."""
+        session = self._session
+        paths = session.paths
+        num_skipped = session.training.num_consecutive_skipped
+        if session.processes.is_rank_zero:
+            replay = ["--epoch", str(epoch), "--step", str(report.step)]
+            cause = report.cause or "a gradient is not finite"
+            warning = f"Epoch {epoch}, step {report.step} skipped on all ranks: {cause}."
+            look = verb_line("replay", paths.name, paths.home, *replay)
+            if num_skipped > 1:
+                log_detail(warning)
+            else:
+                LOGGER.warning("%s To look at it: %s", warning, look)
+        allowed = self._settings.training.max_consecutive_nan_steps
+        if num_skipped > allowed:
+            raise PipelineError(
+                f"{num_skipped} steps in a row had a loss or gradient that is not finite, the last at epoch {epoch}, "
+                f"step {report.step}; training.json allows max_consecutive_nan_steps: {allowed}.\n"
+                "  fix: let autograd name the operation with\n"
+                f"    {run_line(paths.name, paths.home, '--resume', '--detect-anomaly')}\n"
+                "  or train with a lower learning rate or grad_clip_norm. They are frozen, so make a variant with\n"
+                f"    {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}\n"
+                "  or start again with\n"
+                f"    {run_line(paths.name, paths.home, *reset_flags(paths))}"
+            ).shared()
 
     def _title(self, stage: str, epoch: int) -> str:
         """Return the name of a stage with its epoch, and how many there are if that is known."""
@@ -272,7 +305,7 @@ class Loop:
                 # Only the place changes.
                 return Changes()
             case Moment.AFTER_EVALUATION:
-                return parts.evaluated_epoch(epoch, self._kept_pools, committed)
+                return parts.evaluated_epoch(epoch, self._kept_pools, committed, self._artifacts)
         trained = parts.trained_epoch(epoch, committed)
         if self._has_evaluations:
             return trained

@@ -68,10 +68,25 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
         # The processes before this restart have done what was asked; this one continues.
         arguments = replace(arguments, mode=AUTO)
     if situation.is_finished and arguments.mode != RESET:
+        if arguments.all_overrides:
+            processes.on_rank_zero(_read_frozen_contents, paths, arguments)
         processes.on_rank_zero(_settle, paths, disk)
         return situation.progress or Progress()
     action = processes.on_rank_zero(choose_action, arguments, paths, situation)
     return _Run(arguments, paths, processes, disk, watch).execute(action)
+
+
+def _read_frozen_contents(paths: ExperimentPaths, arguments: Arguments) -> Contents:
+    """Return the frozen settings, or refuse a command line that would change them."""
+    folder = paths.results / "settings"
+    contents = read_contents(folder)
+    differing = differing_overrides(contents, arguments.all_overrides, folder)
+    if differing:
+        raise UsageError(
+            f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
+            verb_line("new", "VARIANT", paths.home, "--from", paths.name, *set_flags(differing)),
+        )
+    return contents
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
@@ -163,11 +178,11 @@ class _Run:
     def _count(self, session: TrainingSession) -> None:
         """Let rank zero count, which may take long."""
         if self._processes.is_rank_zero:
-            heard = time.monotonic()
+            last_broadcast = time.monotonic()
             for _ in count(session.experiment):
                 # A broadcast now and then, so that the others do not take rank zero for dead.
-                if time.monotonic() - heard > _SECONDS_BETWEEN_KEEP_ALIVES:
-                    heard = time.monotonic()
+                if time.monotonic() - last_broadcast > _SECONDS_BETWEEN_KEEP_ALIVES:
+                    last_broadcast = time.monotonic()
                     self._processes.broadcast(False)
         while not self._processes.broadcast(True):
             continue
@@ -175,7 +190,7 @@ class _Run:
     def _continue(self) -> TrainingSession:
         """Load the frozen copy, then take the lock and bring the directory into order."""
         self._processes.on_rank_zero(self._check_copy)
-        contents = self._processes.on_all_ranks(self._read_frozen_contents)
+        contents = self._processes.on_all_ranks(_read_frozen_contents, self._paths, self._arguments)
         starts = self._processes.on_rank_zero(read_starts, self._paths)
         threads = [start["threads"] for start in starts if type(start.get("threads")) is int]
         if threads and parse_settings(contents).training.is_exact:
@@ -191,17 +206,6 @@ class _Run:
         manifest = read_current_manifest(self._paths)
         if manifest:
             refuse_edited_copy(self._paths.results, manifest.copies, is_accepted=self._arguments.accept_edited_copy)
-
-    def _read_frozen_contents(self) -> Contents:
-        folder = self._paths.results / "settings"
-        contents = read_contents(folder)
-        differing = differing_overrides(contents, self._arguments.all_overrides, folder)
-        if differing:
-            raise UsageError(
-                f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
-                verb_line("new", "VARIANT", self._paths.home, "--from", self._paths.name, *set_flags(differing)),
-            )
-        return contents
 
     def _recover(self, fingerprints: Fingerprints) -> None:
         """Take the lock, and make the newest intact commit the current one."""
@@ -268,7 +272,7 @@ class _Run:
 
     def _introduce(self, session: TrainingSession, progress: Progress) -> None:
         """Open the log, record this start and log what is about to happen."""
-        start = describe_start(self._processes, progress)
+        start = describe_start(self._processes, progress, self._arguments.all_overrides)
         earlier = self._processes.on_rank_zero(read_starts, self._paths)
         session.journal.start = len(earlier) + 1
         if not self._processes.is_rank_zero:

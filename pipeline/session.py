@@ -21,8 +21,8 @@ from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.table import create_engine
 from pipeline.training.evaluation import EvaluationStage
-from pipeline.training.images import Pictures
 from pipeline.training.rank_comparison import RankComparison
+from pipeline.training.samples import Samples
 from pipeline.training.step_plan import PLAN_VERSION, check_plan_version
 from pipeline.training.training import TrainingStage
 
@@ -43,7 +43,7 @@ class TrainingSession:
     runners: tuple[BatchRunner, BatchRunner]
     training: TrainingStage
     evaluation: EvaluationStage
-    pictures: Pictures
+    samples: Samples
     store: ResultsStore
     commits: Commits
     status: StatusFile
@@ -83,7 +83,7 @@ def build_session(
         runners=(train, val),
         training=training,
         evaluation=EvaluationStage(experiment, processes, val, records),
-        pictures=Pictures(experiment, val),
+        samples=Samples(experiment, val),
         store=store,
         commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
         status=StatusFile(paths.status_file),
@@ -96,7 +96,8 @@ def build_session(
     parts.run_values = [
         RunValue("best", partial(getattr, session, "best"), partial(setattr, session, "best"), has_default=True),
         RunValue(_NUM_SKIPPED, partial(getattr, training, _NUM_SKIPPED), partial(setattr, training, _NUM_SKIPPED)),
-        RunValue("plan_version", partial(int, PLAN_VERSION), check_plan_version, has_default=True),
+        # Commits that do not say so were planned by version 1.
+        RunValue("plan_version", partial(int, PLAN_VERSION), check_plan_version, missing=1),
         RunValue("grad_scaler", engine.scaler.state_dict, engine.scaler.load_state_dict),
         RunValue("requires_grad", engine.flags_state, engine.load_flags, has_default=True),
     ]

@@ -22,7 +22,7 @@ from pipeline.distributed.peer_monitor import Loss
 from pipeline.distributed.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.user_code import author_frames
-from pipeline.lifecycle.starts import read_starts
+from pipeline.lifecycle.starts import read_starts, reset_flags
 from pipeline.monitoring.journal import END, Journal
 from pipeline.paths import ExperimentPaths
 from pipeline.run import Watch, run
@@ -37,7 +37,7 @@ _SILENT_PEER = (
     "Ended because another process of this run did not answer for {:g} minutes ({}): it stands still, or its machine "
     "or the network has failed."
 )
-_LOST_MACHINE = "Machine {} has not answered for {} seconds: it, or the network to it, has failed. This side ends."
+_LOST_MACHINE = "Machine {} has not answered for {} seconds: it or the network has failed. This process exits."
 # Keys of the store: the first rank to set one reports for all.
 _TO_FAIL = "to fail"
 _TO_MISS_ANOTHER = "to miss another"
@@ -178,7 +178,7 @@ def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
         yield f"fix: repair it in {paths.settings} and try again; nothing of a try is kept."
     elif is_out_of_memory(error):
         yield from _OUT_OF_MEMORY
-        yield f"  {run_line(paths.name, paths.home, '--reset')}"
+        yield f"  {run_line(paths.name, paths.home, *reset_flags(paths))}"
         yield "or make a variant with"
         yield f"  {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
     elif not has_trained(paths):
@@ -188,7 +188,7 @@ def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
         yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
         yield f"  {run_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
         yield f"or repair it in {paths.settings / 'pymodules'} and start again with"
-        yield f"  {run_line(paths.name, paths.home, '--reset')}"
+        yield f"  {run_line(paths.name, paths.home, *reset_flags(paths))}"
     else:
         yield f"to continue: {run_line(paths.name, paths.home, '--resume')}"
     if paths.log_file.exists():

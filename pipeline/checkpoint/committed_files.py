@@ -86,7 +86,7 @@ def committed_files(paths: ExperimentPaths, processes: Processes, commit: Commit
         yield CommittedFiles(paths, commit, held, folder, processes)
     finally:
         held.close()
-        # What is left here goes with the claim.
+        # Leftovers are removed with the claim.
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -27,6 +28,7 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.settings.settings import FSDP
 from pipeline.paths import (
+    ARTIFACTS,
     CHECKPOINT_SAVER_DATA,
     DATA_COUNTER_DATA,
     EARLY_STOPPER_DATA,
@@ -41,7 +43,7 @@ from pipeline.progress import EVALUATION, Progress
 from pipeline.serialization.sharded_files import num_bytes
 from pipeline.store.changes import Changes
 from pipeline.store.weight_pools import FROZEN
-from pipeline.system.disk import json_writer
+from pipeline.system.disk import bytes_writer, json_writer
 
 
 class Moment(Enum):
@@ -83,12 +85,17 @@ TensorPart = Part[nn.Module | Optimizer]
 
 @dataclass(frozen=True)
 class RunValue:
-    """A small JSON value in the manifest. With ``has_default``, commits of earlier versions may lack it."""
+    """A small JSON value in the manifest.
+
+    With ``has_default``, commits of earlier versions may lack it and nothing is loaded; with ``missing``, that value is
+    loaded instead.
+    """
 
     name: str
     save: Callable[[], object]
     load: Callable[[Any], None]
     has_default: bool = False
+    missing: object = None
 
 
 class PersistedParts:
@@ -101,7 +108,7 @@ class PersistedParts:
         self._processes = processes or Processes()
         # Also with one process, whose modules are whole: the format of the files must not depend on the processes.
         self.writes_shards = experiment.settings.training.parallelism == FSDP
-        # Added where the objects are built whose values they are.
+        # Filled by build_session, which has the objects whose values they are.
         self.run_values: list[RunValue] = []
         self._copies = experiment.settings.training.checkpoint_in_background
         self._snapshots = Snapshots(copies=self._copies)
@@ -157,14 +164,14 @@ class PersistedParts:
             # Shards are written later, by all ranks.
             size = sum(num_bytes(part.owner.state_dict()) for part in rows)
             return Changes(folders=folders, shards=tuple(part.path for part in rows), num_bytes=size)
-        # Frozen modules are written once: the memory they are copied to goes with that commit.
+        # Frozen modules are written once: their copy is freed after that commit.
         frozen = set(map(id, self._components.frozen_modules.values()))
-        passing = Snapshots(copies=self._copies)
+        one_time_snapshots = Snapshots(copies=self._copies)
         files = {}
         total_bytes = 0
         for part in rows:
             kind = "optimizer" if isinstance(part.owner, Optimizer) else "module"
-            snapshots = passing if id(part.owner) in frozen else self._snapshots
+            snapshots = one_time_snapshots if id(part.owner) in frozen else self._snapshots
             files[part.path], size = snapshots.take(f"{kind} {Path(part.path).stem}", part.owner)
             total_bytes += size
         return Changes(files, folders, num_bytes=total_bytes)
@@ -202,12 +209,19 @@ class PersistedParts:
         records = Changes(self._records.epoch_files("train"), removed=segments, sealed=self._records.step_files(epoch))
         return records | self._rows_at(Moment.AFTER_TRAINING)
 
-    def evaluated_epoch(self, epoch: int, pools: list[str], committed: Iterable[str]) -> Changes:
+    def evaluated_epoch(
+        self,
+        epoch: int,
+        pools: list[str],
+        committed: Iterable[str],
+        artifacts: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Changes:
         """The decisions after an evaluation; pools are new names for the weights of ``last``."""
         weighter = self._components.loss_weighter
         weights = {name: float(weighter.get_loss_weight(name)) for name in self._records.losses["val"]}
-        weight_file = {
-            f"{LOSS_WEIGHT_DATA}/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights})
+        sealed = {
+            f"{LOSS_WEIGHT_DATA}/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights}),
+            **{f"{ARTIFACTS}/{path}": bytes_writer(content) for path, content in artifacts.items()},
         }
         trained = self._components.trained_modules
         pooled = {self._path(pool, name): self._path("last", name) for name in trained for pool in pools}
@@ -225,7 +239,7 @@ class PersistedParts:
         # Without tensors of its own, this commit shares its most important files with the one before.
         decisions.is_partial = not decisions.files and not decisions.shards
         files = self._records.epoch_files("val")
-        return decisions | Changes(files, same_as=pooled, removed=removed, sealed=weight_file, is_partial=True)
+        return decisions | Changes(files, same_as=pooled, removed=removed, sealed=sealed, is_partial=True)
 
     def write_shards(self, folders: Mapping[str, Path]) -> None:
         """Fill the folders of a commit that has begun, together with all other ranks."""
@@ -258,8 +272,8 @@ class PersistedParts:
     def load_run_values(self, saved: Mapping[str, object]) -> None:
         """Give the small values of a commit back to their owners."""
         for value in self.run_values:
-            if value.name in saved:
-                value.load(saved[value.name])
+            if value.name in saved or value.missing is not None:
+                value.load(saved.get(value.name, value.missing))
             elif not value.has_default:
                 raise DamagedResults(f"The current commit lacks {value.name!r}, which a run cannot continue without.")
 

@@ -8,10 +8,11 @@ import json
 import sys
 from collections.abc import Iterator
 
+from pipeline.arguments import TRY_SUFFIX
 from pipeline.experiment.settings.parameters import PARAMETERS
 from pipeline.experiment.settings.settings import read_contents
 from pipeline.lifecycle.frozen_copy import digest_folder
-from pipeline.monitoring.experiment_state import ExperimentState, read_existing_state, read_liveness
+from pipeline.monitoring.experiment_state import ExperimentState, describe_state, read_existing_state
 from pipeline.paths import ExperimentPaths, data_home, results_names
 from pipeline.system.formatting import as_json, flat, shown_value, table
 
@@ -21,7 +22,7 @@ Facts = dict[str, object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("experiments", nargs="*", metavar="EXP", help="default: all that have results")
+    parser.add_argument("experiments", nargs="*", metavar="EXP", help="default: all that have results, but no tries")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="one row per experiment, for spreadsheets")
     form.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -29,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     home = data_home(arguments.data_home)
-    names = dict.fromkeys(arguments.experiments or results_names(home))
+    # Quick tries have seen a part of the data, so they are compared only if they are named.
+    names = dict.fromkeys(
+        arguments.experiments or (name for name in results_names(home) if not name.endswith(TRY_SUFFIX))
+    )
     experiments = [read_existing_state(ExperimentPaths(home, name)) for name in names]
     facts = {experiment.paths.name: _collect_facts(experiment) for experiment in experiments}
     # All values are shown, and of settings and files those that differ.
@@ -50,7 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _collect_facts(experiment: ExperimentState) -> Facts:
     """Return the state, each register at its best and its last epoch, every setting, and digests of pymodules."""
     best = experiment.best
-    facts: Facts = {"state": read_liveness(experiment.paths, experiment).state}
+    facts: Facts = {"state": describe_state(experiment)}
     facts["best epoch"] = best.epoch if best else None
     last_epoch: float = 0
     for register, curve in experiment.history().epochs("val").items():

@@ -9,7 +9,7 @@ from pipeline.checkpoint.parts import PersistedParts
 from pipeline.command_lines import run_line
 from pipeline.lifecycle.frozen_copy import differing_files
 from pipeline.lifecycle.mode import check_results_exist, inspect_results
-from pipeline.lifecycle.starts import last_num_processes
+from pipeline.lifecycle.starts import last_num_processes, reset_flags
 from pipeline.paths import MODULE_CKPS, ExperimentPaths, data_home
 from pipeline.store.lock import check_free
 from pipeline.store.verify import Inspection, inspect
@@ -42,7 +42,9 @@ def _lines(paths: ExperimentPaths, inspection: Inspection) -> Iterator[str]:
     yield f"{paths.name}: {num_commits} commits, {inspection.num_files} files, {shown_bytes(inspection.num_bytes)}"
     for manifest in inspection.commits:
         current = " (current)" if manifest is inspection.commits[0] else ""
-        verdict = "can be resumed from" if manifest in inspection.intact else "DAMAGED, cannot be resumed from"
+        verdict = "intact, the end" if manifest.progress.is_finished else "can be resumed from"
+        if manifest not in inspection.intact:
+            verdict = "DAMAGED, cannot be resumed from"
         yield f"  commit {manifest.generation}{current}, {manifest.progress}: {verdict}"
     if inspection.is_clean:
         yield "  every digest holds; data/ is complete; the frozen copy is as it was"
@@ -53,7 +55,7 @@ def _lines(paths: ExperimentPaths, inspection: Inspection) -> Iterator[str]:
         yield from _damaged_pools(inspection)
         if inspect_results(paths).is_finished:
             # There is nothing to continue: a finished experiment is left alone.
-            reset = run_line(paths.name, paths.home, "--reset", num_processes=last_num_processes(paths))
+            reset = run_line(paths.name, paths.home, *reset_flags(paths), num_processes=last_num_processes(paths))
             yield f"  next: restore these files from a backup, or {reset}    (trains it again)"
         elif inspection.intact:
             newest = inspection.intact[0]

@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="any other option of sbatch, as in the second example; repeatable",
     )
+    add(
+        "--container-image",
+        metavar="IMAGE",
+        help="train inside this image (pyxis), with its python3; the data home and this package are mounted",
+    )
     add("--setup", type=Path, metavar="FILE", help="shell script to source on the node first, e.g. conda activate")
     add_set_option(parser, more="; EXP:FILE.KEY=VALUE changes that experiment alone")
     add("--print", action="store_true", help="print the script instead of writing it")
@@ -116,6 +121,7 @@ def _make_job(names: list[str], arguments: argparse.Namespace) -> Job:
         at_once=arguments.at_once,
         more=tuple(arguments.sbatch),
         setup=arguments.setup and arguments.setup.absolute(),
+        container_image=arguments.container_image,
     )
 
 
@@ -131,7 +137,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
             "--grace 30, or a longer --time",
         )
     if arguments.setup is not None and not arguments.setup.is_file():
-        raise UsageError(f"--setup must be a shell script, but {arguments.setup} is no file.")
+        raise UsageError(f"--setup must be a shell script, but {arguments.setup} is not a file.")
     for option in arguments.sbatch:
         if not option.startswith("-") or not option.isprintable():
             raise UsageError(f"--sbatch must name an option of sbatch, but is {option!r}.", "--sbatch=--partition=gpu")

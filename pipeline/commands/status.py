@@ -22,9 +22,10 @@ from pipeline.monitoring.experiment_state import (
     WAITING,
     Overview,
     RunOwner,
+    name_state,
     read_overview,
 )
-from pipeline.monitoring.start_outcomes import FAILED, KILLED, UNKNOWN
+from pipeline.monitoring.start_outcomes import FAILED, KILLED
 from pipeline.monitoring.status_file import Status
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.system.files import last_lines
@@ -109,10 +110,7 @@ def _format_place(overview: Overview) -> str:
 
 def _describe_state(overview: Overview) -> str:
     """Return the state, and of an unfinished experiment how its last start ended."""
-    ended = overview.ended
-    if overview.state != UNFINISHED or ended is None or ended.outcome == UNKNOWN:
-        return overview.state
-    return ended.outcome
+    return name_state(overview.state, overview.ended)
 
 
 def _format_since(overview: Overview) -> str:
@@ -168,6 +166,9 @@ def _format_list(overviews: list[Overview]) -> Iterator[str]:
     columns = []
     for title, format_cell in _COLUMNS:
         cells = [title, *map(format_cell, overviews)]
+        if not any(cells[1:]):
+            # The values need the room more than a title without anything below it.
+            continue
         width = max(map(len, cells))
         columns.append([cell.ljust(width) for cell in cells])
     # A line that is too long is clipped and not folded, as a table would be: one line per experiment.

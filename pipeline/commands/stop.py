@@ -11,7 +11,14 @@ from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict
 from pipeline.lifecycle.mode import check_known
 from pipeline.lifecycle.starts import last_num_processes
-from pipeline.monitoring.experiment_state import RUNNING, STARTING, read_liveness, state_of
+from pipeline.monitoring.experiment_state import (
+    RUNNING,
+    STARTING,
+    describe_state,
+    read_experiment_state,
+    read_liveness,
+    state_of,
+)
 from pipeline.monitoring.json_values import as_int
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import find_stop_file
@@ -49,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     while arguments.wait and any(state_of(paths) == RUNNING for paths in everything):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     for paths in everything if arguments.wait else ():
-        print(f"{paths.name}: {state_of(paths)}")
+        print(f"{paths.name}: {describe_state(read_experiment_state(paths))}")
         print(f"  to continue: {run_line(paths.name, paths.home, '--auto', num_processes=last_num_processes(paths))}")
     return 0
 

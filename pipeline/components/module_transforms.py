@@ -12,9 +12,11 @@ from torch import nn
 class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
 
-    The same object serves training and evaluation; ``module.training`` distinguishes them. Two more methods are
-    optional: ``predict(batch, modules)`` returns ``{name: values}``, one entry per item, for ``evaluate --out``;
-    ``images(batch, modules)`` returns ``{name: image}`` for people to look at.
+    The same object serves training and evaluation; ``module.training`` distinguishes them. More methods are optional:
+    ``count_items(batch)`` returns ``{register: count}`` where the data decides how many items a batch has;
+    ``predict(batch, modules)`` returns ``{name: values}``, one entry per item, for ``evaluate --out``;
+    ``images(batch, modules)`` returns ``{name: image}`` for people to look at; ``artifacts(batch, modules, folder)``
+    writes files into a folder, which become part of the results.
     """
 
     def __init__(self, data_counters: dict[str, Any], device: torch.device, logger: logging.Logger) -> None:

@@ -105,6 +105,9 @@ def create_schedulers(
                 what = f"create_scheduler must return an object with a method {method}"
                 kind = type(schedulers[name]).__name__
                 fix = f"return TorchScheduler({kind}(…)) for a scheduler of torch's, from pipeline.components"
+                if kind == "ReduceLROnPlateau":
+                    what = "create_scheduler must return a scheduler that needs no losses, but ReduceLROnPlateau does"
+                    fix = "return TorchScheduler(CosineAnnealingLR(optimizer, T_max=10)), for example"
                 problems.append(Problem(place_of(Path(where), "create_scheduler"), what, fix))
                 # One of torch's own schedulers lacks several: one message is enough.
                 break

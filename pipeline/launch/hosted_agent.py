@@ -1,4 +1,4 @@
-"""torch's elastic agent in this process: starts the training processes, passes signals on, and speaks last.
+"""torch's elastic agent in this process: starts the training processes, forwards signals, prints the final message.
 
 torchrun prints a traceback of its own below every error and after Ctrl+C. Here nothing is printed below the messages of
 the run, and the exit code is that of the process that failed first.
@@ -7,6 +7,7 @@ the run, and the exit code is that of the process that failed first.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -93,7 +94,20 @@ def host_training(line: TrainingLine, received: list[int]) -> int:
     if not failures:
         return 0
     rank, first = min(failures.items(), key=_failed_at)
-    return _conclude(line, rank, first, is_seen=rank not in redirects, was_asked=bool(received))
+    # A refusal that all ranks share was printed by rank 0, whichever of them ended first.
+    seen = [str(given) for given in range(line.nproc) if given not in redirects]
+    is_seen = rank not in redirects or any(_has_reported(first, other) for other in seen)
+    return _conclude(line, rank, first, is_seen=is_seen, was_asked=bool(received))
+
+
+def _has_reported(failure: ProcessFailure, rank: str) -> bool:
+    """Return whether another rank has left the same message as one that failed."""
+    own = Path(failure.error_file)
+    other = own.parent.parent / rank / own.name
+    with contextlib.suppress(OSError, ValueError):
+        own_message, message = (json.loads(file.read_text())["message"]["message"] for file in (own, other))
+        return bool(own_message == message)
+    return False
 
 
 def _failed_at(failure: tuple[int, ProcessFailure]) -> int:
@@ -110,7 +124,7 @@ def _conclude(line: TrainingLine, rank: int, failure: ProcessFailure, *, is_seen
         if not is_seen and has_message:
             message = failure.message
             text = message.get("message", "") if isinstance(message, dict) else str(message)
-            print(f"\nrank {rank} failed:\n{text}", end="", file=sys.stderr)
+            print(f"\nrank {rank} failed:\n{text.rstrip()}", file=sys.stderr)
         return failure.exitcode
     number = -failure.exitcode
     to_continue = run_line(line.experiment, line.paths.home, "--auto")

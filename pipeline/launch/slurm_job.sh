@@ -60,7 +60,7 @@ commit_before=$(last_commit)
 starts_before=$(num_starts)
 was_asked=
 trap 'was_asked=yes' USR1 TERM
-srun --ntasks-per-node=1 --cpus-per-task="$cpus_per_task" --kill-on-bad-exit=1 "${training[@]}" &
+srun --ntasks-per-node=1 --cpus-per-task="$cpus_per_task" --kill-on-bad-exit=1 "${container[@]}" "${training[@]}" &
 step=$!
 trap ask_to_stop USR1 TERM
 [ -z "$was_asked" ] || ask_to_stop

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from pipeline.launch.torchrun_command import ENTRY, TrainingLine
+from pipeline.launch.torchrun_command import ENTRY, ROOT, TrainingLine
 from pipeline.paths import DATA_HOME_VARIABLE, ExperimentPaths
 
 _MIN_SHUTDOWN_SECONDS = 30
@@ -29,6 +29,7 @@ class Job:
     at_once: int | None
     more: tuple[str, ...]
     setup: Path | None = None
+    container_image: str | None = None
 
     @property
     def paths(self) -> ExperimentPaths:
@@ -98,7 +99,21 @@ class Job:
         yield f"starts_file={shlex.quote(str(line.paths.starts_file))}"
         for name, value in line.variables(line.nproc, self.cpus_per_task).items():
             yield f"export {name}={shlex.quote(value)}"
-        yield f"training=({shlex.join([sys.executable, '-m', 'torch.distributed.run', *line.options])})"
+        yield f"container=({shlex.join(self._container_options(line))})"
+        # A container has a Python of its own, which finds this package by its path.
+        python = [sys.executable] if self.container_image is None else ["env", f"PYTHONPATH={ROOT}", "python3"]
+        yield f"training=({shlex.join([*python, '-m', 'torch.distributed.run', *line.options])})"
+
+    def _container_options(self, line: TrainingLine) -> list[str]:
+        """Return the options of srun for the container, with all folders that a run needs under their own paths."""
+        if self.container_image is None:
+            return []
+        folders = dict.fromkeys(map(str, (line.paths.home, line.paths.top, ROOT, Path.cwd())))
+        return [
+            f"--container-image={self.container_image}",
+            f"--container-mounts={','.join(f'{folder}:{folder}' for folder in folders)}",
+            f"--container-workdir={Path.cwd()}",
+        ]
 
 
 def _option(name: str, value: object) -> str:

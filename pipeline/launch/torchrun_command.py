@@ -18,8 +18,9 @@ from pipeline.monitoring.launch_record import record_launch
 from pipeline.paths import RESULTS_HOME_VARIABLE, ExperimentPaths, results_home
 from pipeline.system.nvidia_smi import SECONDS_TO_COUNT, look_at_gpus, num_visible, parse_devices
 
+ROOT = Path(__file__).resolve().parents[2]
 # Found whatever the current folder and the search path are.
-ENTRY = (sys.executable, str(Path(__file__).resolve().parents[2] / "training_pipeline.py"))
+ENTRY = (sys.executable, str(ROOT / "training_pipeline.py"))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import DamagedResults
+from pipeline.lifecycle.starts import reset_flags
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import RunLock
 from pipeline.store.store import ResultsStore, is_settled, read_current_manifest
@@ -41,4 +42,5 @@ def finished_lines(paths: ExperimentPaths) -> Iterator[str]:
     value = f" Best: epoch {best['epoch']}, {shown_values(best['values'])}." if best else ""
     yield f"Experiment {paths.name} finished on {state.get('time', '?')}; nothing to do.{value}"
     yield f"  to start a variant: {verb_line('new', 'VARIANT', paths.home, '--from', paths.name)}"
-    yield f"  to start again:     {run_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
+    again = run_line(paths.name, paths.home, *reset_flags(paths))
+    yield f"  to start again:     {again}    (deletes its results and logs)"

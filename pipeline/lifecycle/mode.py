@@ -12,6 +12,7 @@ from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
 from pipeline.experiment.settings.settings import read_contents
 from pipeline.lifecycle.frozen_copy import has_changed_since_start
+from pipeline.lifecycle.starts import reset_flags
 from pipeline.paths import (
     LOCK_FILE,
     LOGS_FOLDER,
@@ -91,7 +92,7 @@ def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation
     raise StateConflict(
         f"Experiment {paths.name!r} has unfinished results: {stands}.\n"
         f"  to continue:    {run_line(paths.name, paths.home, '--resume')}\n"
-        f"  to start again: {run_line(paths.name, paths.home, '--reset')}    (deletes its results and logs)"
+        f"  to start again: {run_line(paths.name, paths.home, *reset_flags(paths))}    (deletes its results and logs)"
     )
 
 

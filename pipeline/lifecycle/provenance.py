@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import cast
 
@@ -28,7 +29,7 @@ from pipeline.system.launcher_watchdog import launcher_mark
 _MAX_SECONDS_FOR_GIT = 10
 
 
-def describe_start(processes: Processes, progress: Progress) -> Start:
+def describe_start(processes: Processes, progress: Progress, overrides: Sequence[str] = ()) -> Start:
     """Return the record of this start; called on every rank, because it gathers over all of them."""
     ranks = [asdict(hardware) for hardware in processes.gather(describe_hardware(processes.device))]
     by_rank = {name: [rank[name] for rank in ranks] for name in ranks[0]}
@@ -36,6 +37,7 @@ def describe_start(processes: Processes, progress: Progress) -> Start:
     start = {
         "id": uuid.uuid4().hex,
         "command": sys.argv,
+        "overrides": list(overrides),
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -69,7 +71,7 @@ def _run_git(*words: str) -> str | None:
 
 
 def was_started_before(paths: ExperimentPaths, processes: Processes) -> bool:
-    """Return whether torchrun has restarted these processes: after a failure, or as a machine came or went."""
+    """Return whether torchrun has restarted these processes: after a failure or a change of machines."""
     # torchrun counts failures, though not on all machines alike, and does not count machines that come and go. So each
     # start records its torchruns, and a torchrun that made the latest start as well means a restart.
     launchers = {launcher for launcher in processes.gather(launcher_mark()) if launcher}

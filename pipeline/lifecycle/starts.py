@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from pipeline.arguments import set_flags
 from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
@@ -50,6 +51,8 @@ Start = TypedDict(
     {
         "id": str,
         "command": list[str],
+        # What --set, and options that are short for it, changed.
+        "overrides": list[str],
         "time": str,
         "host": str,
         "pid": int,
@@ -239,3 +242,10 @@ def _list_kinds(fact: object) -> set[str]:
 
 def _describe(fact: object) -> str:
     return shown_by_rank(fact) if isinstance(fact, list) else shown_fact(fact)
+
+
+def reset_flags(paths: ExperimentPaths) -> list[str]:
+    """Return ``--reset`` with what the first start changed by ``--set``: the settings folder does not have it."""
+    starts = read_starts(paths)
+    overrides = starts[0].get("overrides", []) if starts else []
+    return ["--reset", *set_flags(map(str, overrides))]

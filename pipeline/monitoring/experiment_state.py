@@ -19,7 +19,7 @@ from pipeline.monitoring.curves import History
 from pipeline.monitoring.journal import read_journal
 from pipeline.monitoring.json_values import BestEpoch
 from pipeline.monitoring.launch_record import Launch, read_launch
-from pipeline.monitoring.start_outcomes import StartOutcome, describe_starts
+from pipeline.monitoring.start_outcomes import UNKNOWN, StartOutcome, describe_starts
 from pipeline.monitoring.status_file import Status, read_status
 from pipeline.paths import ExperimentPaths, results_names
 from pipeline.store.lock import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, is_held, read_owner, seconds_since_beat
@@ -151,6 +151,25 @@ def read_liveness(paths: ExperimentPaths, experiment: ExperimentState | None = N
     return Liveness(UNFINISHED if results.exists else NEW)
 
 
+def find_end(experiment: ExperimentState, liveness: Liveness) -> StartOutcome | None:
+    """Return how the last start of an unfinished experiment ended."""
+    if liveness.state != UNFINISHED:
+        return None
+    outcomes = describe_starts(experiment.starts, read_journal(experiment.paths.journal_file), is_alive=False)
+    return outcomes[-1] if outcomes else None
+
+
+def describe_state(experiment: ExperimentState) -> str:
+    """Return the state in a word, of an unfinished experiment how its last start ended."""
+    liveness = read_liveness(experiment.paths, experiment)
+    return name_state(liveness.state, find_end(experiment, liveness))
+
+
+def name_state(state: str, ended: StartOutcome | None) -> str:
+    """Return the word for a state: failed, killed or stopped say more than unfinished."""
+    return state if ended is None or ended.outcome == UNKNOWN else ended.outcome
+
+
 @dataclass(frozen=True)
 class Overview:
     """Everything that ``status`` shows of one experiment.
@@ -191,9 +210,6 @@ def read_overview(paths: ExperimentPaths) -> Overview:
     """Read everything that ``status`` shows."""
     experiment = read_experiment_state(paths)
     liveness = read_liveness(paths, experiment)
-    outcomes = []
-    if liveness.state == UNFINISHED:
-        outcomes = describe_starts(experiment.starts, read_journal(paths.journal_file), is_alive=False)
     validation = {}
     if experiment.results.exists:
         # Damaged records are a matter for fsck; the rest of the state is worth showing.
@@ -209,7 +225,7 @@ def read_overview(paths: ExperimentPaths) -> Overview:
         liveness.owner,
         # The state of a live run does not depend on its launch, but its page names the job.
         read_launch(paths) if liveness.state == RUNNING else liveness.launch,
-        outcomes[-1] if outcomes else None,
+        find_end(experiment, liveness),
         validation,
         used_bytes=num_bytes(paths.results),
         free_bytes=shutil.disk_usage(existing).free,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ def conclude_run(paths: ExperimentPaths, journal: Journal, close: Callable[[], N
         # The frames of the experiment's own code say more than those of the pipeline around them.
         text = author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
         # Before closing, which may fail as well.
-        journal.note(END, outcome="failed", error=text)
+        if isinstance(error, bdb.BdbQuit):
+            journal.note(END, outcome="stopped", reason="the debugger was left")
+        else:
+            journal.note(END, outcome="failed", error=text)
         close()
         # After an interrupt, end at once.
         if journal.rank == 0 and isinstance(error, Exception):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from pipeline.components import Losses
+from pipeline.components.losses import mean
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.accelerators import memory_in_mb
 from pipeline.system.formatting import shown_duration
@@ -67,10 +68,13 @@ def shown_losses(
     """Return the weighted loss and each register's mean: of the latest steps, or of the latest epoch."""
     means = {}
     for name, record in losses[split].items():
-        values = record.epoch_means[-1:] if num_steps is None else record.step_means[-num_steps:].tolist()
+        if num_steps is None:
+            means[name] = record.epoch_means[-1] if record.epoch_means else math.nan
+            continue
+        latest = zip(record.step_totals[-num_steps:], record.step_items[-num_steps:], strict=True)
         # A skipped step has no finite value, and must not hide the others.
-        finite = [value for value in values if math.isfinite(value)]
-        means[name] = sum(finite) / len(finite) if finite else math.nan
+        finite = [(total, items) for total, items in latest if math.isfinite(total)]
+        means[name] = mean(sum(total for total, _ in finite), sum(items for _, items in finite))
     optimised = [
         weights[name] * mean for name, mean in means.items() if losses[split][name].optimize and not math.isnan(mean)
     ]

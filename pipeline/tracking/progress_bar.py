@@ -15,7 +15,7 @@ from tqdm import tqdm
 from pipeline.system.logging import LOGGER
 
 # Short at 80 columns: the losses matter more than a wide bar.
-_FORMAT = "{desc} {percentage:3.0f}% |{bar:12}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+_FORMAT = "{desc} {percentage:3.0f}% |{bar:8}| {n_fmt}/{total_fmt} {elapsed}<{remaining}, {rate_fmt}{postfix}"
 
 
 class ProgressBar:

@@ -116,6 +116,9 @@ def step_lines(plan: StepPlan, experiment: Experiment, processes: Processes) -> 
     yield f"steps: {plan.num_steps} per epoch of {content}{end}"
     if settings.limit_batches is not None:
         yield f"limit: the first {settings.limit_batches} batches of each split; this is a try and not the real run"
+    counting = [name for name, entry in experiment.components.module_transforms.items() if entry.counts_items]
+    if counting:
+        yield f"items: counted by {', '.join(counting)}, so each process holds all of its batches of a step in memory"
     is_endless = settings.steps_per_epoch is not None
     # BatchNorm cannot normalise a batch of a single point.
     modules = experiment.components.trained_modules.values()
@@ -128,9 +131,11 @@ def step_lines(plan: StepPlan, experiment: Experiment, processes: Processes) -> 
         # So many that the largest batches of all processes but one do not make up a step yet.
         batch_items = [loading.train.batch_items for loading in experiment.components.dataloaders.values()]
         enough = max(batch_items) * (processes.world_size - 1) + 1
+        batches = shown_number(max_batches, "batch", "batches")
+        num_idle = processes.world_size - max_batches
         yield (
-            f"{WARNING_MARK}a step has at most {max_batches} batches, so {processes.world_size - max_batches} of "
-            f"{processes.world_size} processes are idle; data_loading.step_min_items of {enough} or more would use all."
+            f"{WARNING_MARK}a step has at most {batches}, so {num_idle} of {processes.world_size} processes are idle; "
+            f"data_loading.step_min_items of {enough} or more would use all."
         )
 
 

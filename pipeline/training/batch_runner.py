@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
-from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader
+from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader, count_nothing
 from pipeline.training.losses import Items, broken_count, check_losses, count_items
 from pipeline.training.step_plan import BatchRef, SplitShape
 
@@ -70,7 +70,7 @@ class BatchRunner:
             for name in components.datasets
         ]
         self._indices = {name: splits[split] for name, splits in experiment.splits.items()}
-        # Passes go on over the epochs, so these points do, too.
+        # Passes span epochs, so their order is kept from one epoch to the next.
         self._endless = EndlessPoints(experiment.settings.training.seed, split, self._indices) if is_endless else None
         self._loaders = {
             name: Loader(
@@ -78,7 +78,7 @@ class BatchRunner:
                     dataset,
                     getattr(components.data_transforms[name], kind),
                     components.dataloaders[name].collate_fn,
-                    partial(_count, experiment.module_transforms, name),
+                    self._counter_of(name),
                 ),
                 arguments[name],
                 processes.device,
@@ -93,10 +93,12 @@ class BatchRunner:
             for name, definition in components.module_transforms.items()
         }
 
-    @property
-    def counts_items(self) -> bool:
-        """Return whether the number of items depends on the data of a batch."""
-        return any(hasattr(transform, "count_items") for transform in self._experiment.module_transforms.values())
+    def _counter_of(self, dataset: str) -> Callable[[Batch], object]:
+        """Return what counts the items of a collated batch."""
+        if not self._experiment.components.module_transforms[dataset].counts_items:
+            return count_nothing
+        # Looked up for every batch: loaders exist before the module transforms do.
+        return partial(_count, self._experiment.module_transforms, dataset)
 
     def points(self, epoch: int) -> Points:
         """Return which points the batches of an epoch hold."""
@@ -140,7 +142,7 @@ class BatchRunner:
     def check_items(self, loaded: LoadedBatch, ref: BatchRef) -> dict[str, int]:
         """Return the items of a batch; refuse counts that are others when they are asked for again."""
         dataset = ref.shape.dataset
-        again = _count(self._experiment.module_transforms, dataset, loaded.batch)
+        again = self._counter_of(dataset)(loaded.batch)
         if again != loaded.counts:
             what = f"must return the same for the same batch, but returned {loaded.counts!r} and then {again!r}"
             raise broken_count(self._file(dataset), what)
@@ -163,11 +165,11 @@ class BatchRunner:
         """Let the module transform predict for a batch whose losses are known."""
         return self._call("predict", batch, ref, key)
 
-    def images(self, batch: Batch, ref: BatchRef, key: Key) -> Any:
-        """Return what the module transform wants to be seen of a batch."""
-        return self._call("images", batch, ref, key)
+    def bind(self, method: str, loaded: LoadedBatch, ref: BatchRef, key: Key) -> Callable[..., Any]:
+        """Return an optional method of a module transform, to be called with what it takes besides a batch."""
+        return partial(self._call, method, loaded.batch, ref, key)
 
-    def _call(self, method: str, batch: Batch, ref: BatchRef, key: Key) -> Any:
+    def _call(self, method: str, batch: Batch, ref: BatchRef, key: Key, *more: object) -> Any:
         """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
         transform = self._experiment.module_transforms[ref.shape.dataset]
         seed_generators(*key)
@@ -178,16 +180,12 @@ class BatchRunner:
             # In rounds all ranks run the same modules at once, so collectives of FSDP and SyncBatchNorm meet.
             if not self._experiment.runs_in_rounds:
                 around.enter_context(collectives_refused(f"module_transforms/{ref.shape.dataset}.py"))
-            return getattr(transform, method)(batch, self._modules)
+            return getattr(transform, method)(batch, self._modules, *more)
 
 
-def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> dict[str, object] | None:
-    """Let a module transform count the items of a batch, if it does."""
-    # Looked up for every batch: loaders exist before the transforms do.
-    count = getattr(transforms.get(dataset), "count_items", None)
-    if count is None:
-        return None
-    counts = count(batch)
+def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> object:
+    """Let a module transform count the items of a batch."""
+    counts = transforms[dataset].count_items(batch)  # type: ignore[attr-defined]
     return {name: _as_integer(value) for name, value in counts.items()} if isinstance(counts, Mapping) else counts
 
 

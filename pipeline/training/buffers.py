@@ -111,7 +111,8 @@ class OtherBuffers:
 
     Writes are found without looking at values, for which the host would have to wait: by the tensor's version, or by
     another tensor in its place. Writes through ``.data`` leave the version alone. So the first batch of each dataset
-    that a process runs is compared by value; what it has written in this way counts as written by all of the dataset.
+    that a process runs is compared by value. Buffers that it changed this way are treated as written by every batch of
+    that dataset.
 
     Buffers that are not part of the state are left alone: a resumed run would not find them again.
     """

@@ -43,7 +43,7 @@ class LoadedBatch(NamedTuple):
     counts: Any = None
 
 
-def _count_nothing(batch: Batch) -> None:
+def count_nothing(batch: Batch) -> None:
     """Count the items of no register."""
 
 
@@ -59,7 +59,7 @@ class KeyedDataset(Dataset[LoadedBatch]):
         dataset: Dataset[Point],
         transform: Callable[[Point], Point],
         collate: Callable[[list[Point]], Batch],
-        count: Callable[[Batch], Any] = _count_nothing,
+        count: Callable[[Batch], Any] = count_nothing,
     ) -> None:
         self._dataset = dataset
         self._transform = transform

@@ -22,10 +22,11 @@ from pipeline.experiment.settings.settings import Settings
 
 # The arithmetic of this file, as a number in every commit: an experiment keeps the plan it started with.
 PLAN_VERSION = 1
+_MAX_DIFFERENT_STEPS = 100_000
 
 
 def check_plan_version(saved: int) -> None:
-    """Refuse a commit whose batches this version would plan otherwise."""
+    """Refuse a commit whose batches this version would plan differently."""
     if saved != PLAN_VERSION:
         raise PipelineError(
             f"The experiment was started with version {saved} of the plan of its batches, but this program knows "
@@ -208,8 +209,8 @@ class PassPlan(StepPlan):
 class EndlessPlan(StepPlan):
     """Epochs are stretches of a plan without an end, in which passes follow each other and all batches are full.
 
-    A step takes batches as in ``PassPlan``. The order of the datasets repeats after a period of batches, and so do,
-    sooner or later, the places of the period at which steps begin: that many steps are worked out, all others follow.
+    A step takes batches as in ``PassPlan``. The order of the datasets repeats after a period of batches, and so do the
+    places in it at which steps begin. One full cycle of steps is computed; every later step is looked up in it.
     """
 
     def __init__(
@@ -295,7 +296,9 @@ class MixturePlan(StepPlan):
         return [BatchRef(self._shapes[used[index]], firsts[used[index]] + offset) for index, offset in taken]
 
     def different_steps(self) -> Iterator[list[BatchRef]]:
-        return map(self._step, range(math.lcm(*(weight.denominator for weight in self._weights))))
+        # Weights with many digits repeat only after more steps than anyone trains.
+        period = math.lcm(*(weight.denominator for weight in self._weights))
+        return map(self._step, range(min(period, self.max_steps or period, _MAX_DIFFERENT_STEPS)))
 
 
 def create_plan(shapes: Sequence[SplitShape], settings: Settings, max_steps: int | None) -> StepPlan:
@@ -303,8 +306,11 @@ def create_plan(shapes: Sequence[SplitShape], settings: Settings, max_steps: int
     num_steps = settings.steps_per_epoch
     if num_steps is None:
         return PassPlan(shapes, settings.step_min_items, max_steps)
-    if settings.limit_batches is not None:
-        num_steps = min(num_steps, settings.limit_batches)
+    if settings.limit_batches is not None and settings.limit_batches < num_steps:
+        if max_steps is not None:
+            # A try has as many epochs as the real run.
+            max_steps = -(-max_steps // num_steps) * settings.limit_batches
+        num_steps = settings.limit_batches
     if settings.mixture is None:
         return EndlessPlan(shapes, settings.step_min_items, num_steps, max_steps)
     return MixturePlan(shapes, settings.mixture, num_steps, max_steps)

@@ -11,7 +11,6 @@ import torch
 from pipeline.checkpoint.records import Records
 from pipeline.components import BaseLossWeighter
 from pipeline.distributed.processes import Processes
-from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
@@ -19,7 +18,7 @@ from pipeline.training.buffers import preserved_buffers
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.loaders import LoadedBatch, Prefetcher
 from pipeline.training.losses import LossAccumulator
-from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
+from pipeline.training.step import BatchLosses, StepObserver, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
 
 # Steps whose losses wait on the device before the host reads them all at once.
@@ -65,6 +64,8 @@ class TrainingStage:
         self._weighter_sees_steps = after_step not in (None, BaseLossWeighter.after_train_step)
         self._max_pending = 1 if self._weighter_sees_steps else _MAX_PENDING_STEPS
         self._registers = experiment.settings.registers_of("train")
+        transforms = experiment.components.module_transforms.values()
+        self._counts_items = any(definition.counts_items for definition in transforms)
         names = [register.name for register in self._registers]
         self._accumulator = LossAccumulator(names, self.plan.max_batches, processes)
         # How many steps have losses that are still on the device.
@@ -109,7 +110,7 @@ class TrainingStage:
         self.observer.step_begins(epoch, index + 1)
         batches = self.plan.step(epoch, index)
         assignments = self._assign(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
-        if self._runner.counts_items:
+        if self._counts_items:
             items = self._sum_counted_items(assignments, loading)
         else:
             items = self._add_items(self._runner.items(None, ref) for ref in batches)
@@ -140,7 +141,9 @@ class TrainingStage:
         if self._weighter_sees_steps:
             seed_generators(self._settings.seed, "after", epoch, index)
             self._weighter.after_train_step(self._records.losses)
-        self._count_skipped(epoch, index, outcome)
+        # A gradient that fp16 cannot hold does not count.
+        is_bad = outcome.skipped and not outcome.overflowed
+        self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
         num_steps = self.plan.steps_of(epoch)
@@ -219,19 +222,6 @@ class TrainingStage:
         more = len(batch.indices) - _MAX_SHOWN_POINTS
         points = f"{shown} and {more} more" if more > 0 else shown
         return f"{register} is not finite in a batch of dataset {batch.dataset} (points {points})"
-
-    def _count_skipped(self, epoch: int, index: int, outcome: StepOutcome) -> None:
-        """Abort when too many steps in a row were skipped; a gradient that fp16 cannot hold does not count."""
-        is_bad = outcome.skipped and not outcome.overflowed
-        self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0
-        allowed = self._settings.max_consecutive_nan_steps
-        if self.num_consecutive_skipped > allowed:
-            raise PipelineError(
-                f"{self.num_consecutive_skipped} steps in a row had a loss or gradient that is not finite, the last at "
-                f"epoch {epoch}, step {index + 1}; training.json allows max_consecutive_nan_steps: {allowed}.\n"
-                "  fix: --resume --detect-anomaly names the operation. A lower learning rate or grad_clip_norm needs a "
-                "new start, because settings are frozen: --reset, or a variant made by new --from and --set."
-            ).shared()
 
     def flush(self) -> None:
         """Bring the losses of the latest steps into the records; called by all ranks at the same step."""

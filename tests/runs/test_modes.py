@@ -50,6 +50,23 @@ def test_unfinished_without_flag_is_refused(unfinished: Path) -> None:
     assert tree(unfinished) == before
 
 
+def test_reset_is_offered_with_the_settings_of_the_start(home: Path) -> None:
+    """The settings folder does not have what --set changed, so the printed line repeats it."""
+    run_inside(home, "--set", "training.seed=5", "--no-validate", "--stop-after-epoch", "1")
+    with pytest.raises(StateConflict, match=r"--reset --set training\.seed=5 --set training\.evaluation_interval=0"):
+        run_inside(home)
+
+
+@pytest.mark.parametrize("words", [(), ("--auto",)])
+def test_finished_experiment_refuses_other_settings(finished: Path, words: tuple[str, ...]) -> None:
+    """A script that changes a value must not believe that it was trained with it."""
+    before = tree(finished)
+    with pytest.raises(UsageError, match=r"training.seed=9 would change settings that are frozen(?s:.*)--from tiny"):
+        run_inside(finished, *words, "--set", "training.seed=9")
+    assert run_inside(finished, *words, "--set", "training.seed=3").is_finished
+    assert tree(finished) == before
+
+
 @pytest.mark.parametrize("word", ["--resume", "--auto"])
 def test_unfinished_continues(unfinished: Path, word: str) -> None:
     """--resume and --auto continue from the last commit."""

@@ -76,9 +76,23 @@ def test_too_many_bad_steps_in_a_row_abort(home: Path) -> None:
     write_experiment(home, files=spoil("loss * float('nan')", "training"), training={"max_consecutive_nan_steps": 3})
     with pytest.raises(
         PipelineError, match=r"(?s)4 steps in a row.*epoch 1, step 4.*max_consecutive_nan_steps: 3.*fix:"
-    ):
-        run_inside(home)
+    ) as raised:
+        run_inside(home, "--set", "training.grad_clip_norm=4")
     assert (home / DATA / "module_ckps/last/trunk.pt").exists()
+    log = (home / "experiment_logs/tiny/train.log").read_text()
+    assert (log.count("skipped on all ranks"), log.count("To look at it: ")) == (4, 1)
+    # Each of the three ways out works as it is printed, with what the experiment was started with.
+    continuing, new, reset = (line.strip() for line in str(raised.value).splitlines() if "tiny" in line)
+    assert continuing.endswith("--resume --detect-anomaly")
+    assert reset.endswith("--reset --set training.grad_clip_norm=4")
+    assert paste(new).returncode == 0
+    assert paste(f"{reset} --stop-after-epoch 0").returncode == 0
+    assert "returned nan values" in paste(continuing).stderr
+
+
+def paste(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a printed command as a shell does."""
+    return subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
 def test_all_ranks_skip_what_one_rank_met(tmp_path: Path) -> None:
@@ -107,9 +121,7 @@ def test_skipped_step_is_explained_once_with_the_command_that_rebuilds_it(home: 
     assert found
     assert "7" in found[1].split(", ")
     command = line.split("To look at it: ")[1]
-    replayed = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-    )
+    replayed = paste(command)
     assert "identical to the record" in replayed.stdout, replayed.stdout + replayed.stderr
 
 

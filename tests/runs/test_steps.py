@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def test_plans_that_make_no_sense_are_refused(
     write_experiment(tmp_path, files=THREE, data_loading={"step_min_items": 1, **data_loading}, training=training)
     assert call(tmp_path, "check", "tiny") == 2
     assert said in capsys.readouterr().err
+    with pytest.raises(PipelineError, match=re.escape(said)):
+        run_inside(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["experiment_settings"]
 
 

@@ -230,6 +230,11 @@ class ContractReader:
             self._report(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
         elif hasattr(create, "images") and not takes(create.images, 3):
             self._report(module, "ModuleTransform", "images must be a method images(self, batch, modules)")
+        elif hasattr(create, "artifacts") and not takes(create.artifacts, 4):
+            what = "artifacts must be a method artifacts(self, batch, modules, folder)"
+            self._report(module, "ModuleTransform", what)
+        elif hasattr(create, "count_items") and not takes(create.count_items, 2):
+            self._report(module, "ModuleTransform", "count_items must be a method count_items(self, batch)")
         return ModuleTransformDefinition(create, self._read_names(module, "loss_registers"))
 
     def _read_optim_sched(self, module: ModuleType) -> OptimSched:

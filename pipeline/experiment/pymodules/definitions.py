@@ -97,6 +97,11 @@ class ModuleTransformDefinition:
     create: Callable[[dict[str, BaseDataCounter], torch.device, logging.Logger], BaseModuleTransform]
     loss_registers: tuple[str, ...]
 
+    @property
+    def counts_items(self) -> bool:
+        """Return whether the data decides how many items a batch has."""
+        return hasattr(self.create, "count_items")
+
 
 @dataclass(frozen=True)
 class OptimSched:

@@ -154,7 +154,7 @@ class PymoduleLoader:
         if isinstance(error, TimeoutError):
             return replace(problem, fix=f"set {IMPORT_TIME_LIMIT_VARIABLE} (seconds) if it needs longer")
         if not isinstance(error, ModuleNotFoundError):
-            return problem
+            return replace(problem, fix=problem.fix or _find_remedy(str(error)))
         missing = str(error.name).removeprefix(f"{self._package}.")
         top = missing.partition(".")[0]
         if top in (*FAMILIES, UTILS):
@@ -168,3 +168,12 @@ class PymoduleLoader:
             own_file = f"a file of your own goes into utils/ and is imported as from ..utils.{top} import …"
             fix = f"pip install {top}; {own_file}"
         return replace(problem, fix=fix)
+
+
+def _find_remedy(error: str) -> str:
+    """Return how to repair what torch says while a file is imported; empty for everything else."""
+    if "not compiled with CUDA" in error or "No CUDA GPUs" in error:
+        return "leave devices to the pipeline: it moves modules and batches"
+    if "can't allocate memory" in error or "out of memory" in error:
+        return "build a smaller module, or use a machine with more memory"
+    return ""

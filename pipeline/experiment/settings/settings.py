@@ -30,7 +30,7 @@ from pipeline.experiment.settings.validation import (
 # What the settings files say, by file and key: what overrides change and what is frozen into the copy.
 Contents = dict[str, dict[str, Json]]
 FSDP = "fsdp"
-# What a command line may change of a module, though it is no settings file.
+# What a command line may change of a module, though it is not a settings file.
 _MODULES = "modules"
 _CKP = "load_weights_from_ckp"
 
@@ -104,6 +104,7 @@ class LoggingSettings:
     train_updates: int = 100
     eval_updates: int = 20
     every_steps: int = 50
+    artifacts_max_mb: int = 64
     tensorboard: bool = False
     wandb: WandbSettings = WandbSettings()
     mlflow: MlflowSettings = MlflowSettings()
@@ -210,6 +211,7 @@ def parse_settings(contents: Contents) -> Settings:
         parameters=contents[PARAMETERS],
         logging=LoggingSettings(
             progress_bar=progress_bar.pop("enabled"),
+            artifacts_max_mb=logging["artifacts"]["max_mb"],
             tensorboard=logging["tensorboard"]["enabled"],
             wandb=WandbSettings(**logging["wandb"]),
             mlflow=MlflowSettings(**logging["mlflow"]),

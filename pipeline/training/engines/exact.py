@@ -42,7 +42,7 @@ class ExactEngine(GradientEngine):
         self._num_done += 1
         is_first_of_two = position % 2 == 0 and position + 1 in self._positions
         if is_first_of_two:
-            # Leaves of the tree that are added first are left to autograd, which adds the second to the first in place.
+            # Autograd accumulates two leaves of the tree in place, which is the same addition.
             return
         num_batches = 2 if position % 2 and position - 1 in self._positions else 1
         batch_gradients = self._take_gradients()

@@ -40,7 +40,7 @@ class BatchSums(Protocol):
 
 
 class PlainSums:
-    """Adds as it comes, each rank its own batches, then all of them: rounding depends on the number of ranks."""
+    """Sums each rank's batches in order, then over the ranks: rounding depends on the number of ranks."""
 
     def __init__(self, like: list[torch.Tensor], processes: Processes) -> None:
         self._like = like

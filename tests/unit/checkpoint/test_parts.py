@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from pipeline.checkpoint.parts import Moment, PersistedParts, TensorPart
+from pipeline.checkpoint.parts import Moment, PersistedParts, RunValue, TensorPart
 from pipeline.checkpoint.snapshots import Snapshots
 
 
@@ -85,3 +85,13 @@ def test_tensors_that_follow_an_evaluation_are_part_of_its_commit() -> None:
     assert not changes.is_partial
     assert parts.is_needed(path)
     assert parts.modules() == {path: module}
+
+
+def test_value_that_earlier_commits_lack_is_loaded_as_what_they_meant() -> None:
+    """Results from before a value was committed are judged by it all the same."""
+    loaded = list[int]()
+    parts = parts_of(SimpleNamespace())
+    parts.run_values = [RunValue("plan_version", int, loaded.append, missing=1)]
+    parts.load_run_values({})
+    parts.load_run_values({"plan_version": 2})
+    assert loaded == [1, 2]

@@ -40,7 +40,7 @@ def test_comparison_shows_values_and_what_differs(trained: Path, capsys: pytest.
     assert call(trained, "compare", "tiny", "variant") == 0
     text = capsys.readouterr().out
     rows = {words[0]: words[1:] for line in text.splitlines() if (words := re.split(r"\s{2,}", line.strip()))}
-    assert rows["state"] == ["finished", "unfinished"]
+    assert rows["state"] == ["finished", "stopped"]
     assert rows["last epoch"] == ["3", "2"]
     assert rows["training.seed"] == ["3", "4"]
     assert "step_min_items" not in text
@@ -54,6 +54,16 @@ def test_comparison_as_csv_has_a_row_per_experiment(trained: Path, capsys: pytes
     assert float(rows[0]["best loss_a"]) > 0
     assert call(trained, "compare", "--json") == 0
     assert json.loads(capsys.readouterr().out)["variant"]["training.seed"] == 4
+
+
+def test_tries_are_compared_only_if_they_are_named(both: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A try has seen a part of the data, so its values must not pass for a run's."""
+    run_inside(both, "--limit-batches", "1", "--set", "training.max_epochs=1")
+    capsys.readouterr()
+    assert call(both, "compare", "--csv") == 0
+    assert "tiny.try" not in capsys.readouterr().out
+    assert call(both, "compare", "tiny", "tiny.try") == 0
+    assert "tiny.try" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from pipeline.commands.slurm import _seconds
+from pipeline.launch.torchrun_command import ROOT
 from pipeline.monitoring.experiment_state import read_overview, state_of
 from pipeline.monitoring.launch_record import record_job
 from pipeline.paths import ExperimentPaths
@@ -311,4 +313,21 @@ def test_setup_is_sourced_before_anything_runs(home: Path, tmp_path: Path, capsy
     assert f"source '{setup}'" in script
     assert script.index("source ") < script.index("srun ")
     assert call(home, "slurm", "tiny", "--time", "10", "--print", "--setup", "nosuch.sh") == 2
-    assert "--setup must be a shell script, but nosuch.sh is no file." in capsys.readouterr().err
+    assert "--setup must be a shell script, but nosuch.sh is not a file." in capsys.readouterr().err
+
+
+def test_container_runs_the_training_with_its_own_python(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """srun gets the image and all folders that a run needs; the script's own verbs stay outside."""
+    image = "docker://torch:2.13"
+    assert call(home, "slurm", "tiny", "--time", "10", "--print", "--container-image", image) == 0
+    script = capsys.readouterr().out
+    (container,) = [line for line in script.splitlines() if line.startswith("container=")]
+    options = shlex.split(container.removeprefix("container=(").removesuffix(")"))
+    assert options[0] == f"--container-image={image}"
+    assert f"{home}:{home}" in options[1].removeprefix("--container-mounts=").split(",")
+    assert f"{ROOT}:{ROOT}" in options[1].removeprefix("--container-mounts=").split(",")
+    (training,) = [line for line in script.splitlines() if line.startswith("training=")]
+    assert training.startswith(f"training=(env PYTHONPATH={ROOT} python3 -m torch.distributed.run ")
+    assert '"${container[@]}" "${training[@]}"' in script
+    assert call(home, "slurm", "tiny", "--time", "10", "--print") == 0
+    assert "container=()" in capsys.readouterr().out

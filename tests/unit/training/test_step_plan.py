@@ -14,6 +14,7 @@ from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.experiment.settings.settings import LoggingSettings, Settings, TrainingSettings
 from pipeline.training.batch_points import EndlessPoints, EpochPoints
 from pipeline.training.step_plan import (
+    PLAN_VERSION,
     BatchRef,
     EndlessPlan,
     MixturePlan,
@@ -385,3 +386,37 @@ def test_settings_choose_the_plan() -> None:
     assert create_plan(found, by_steps, None).num_steps == 8
     assert create_plan(found, dataclasses.replace(by_steps, limit_batches=3), None).num_steps == 3
     assert isinstance(create_plan(found, dataclasses.replace(by_steps, mixture={"a": 1, "b": 2}), None), MixturePlan)
+
+
+def shown(refs: list[BatchRef]) -> str:
+    return " ".join(f"{ref.shape.dataset}{ref.number}" for ref in refs)
+
+
+def test_arithmetic_of_version_1_never_changes() -> None:
+    """Experiments continue with the plan they started with: another plan needs another PLAN_VERSION."""
+    assert PLAN_VERSION == 1
+    passing = (SplitShape("a", 10, 4, 1), SplitShape("b", 7, 2, 1))
+    endless = tuple(dataclasses.replace(shape, is_endless=True) for shape in passing)
+    assert list(map(shown, steps_of(PassPlan(passing, 5)))) == ["a0 b0", "b1 a1", "b2 a2 b3"]
+    plan: StepPlan = EndlessPlan(endless, 5, 4)
+    steps = [shown(plan.step(epoch, index)) for epoch in (1, 2) for index in range(4)]
+    assert steps == ["a0 b0", "b1 a1", "b2 a2", "b3 a3", "b4 b5 a4", "b6 a5", "b7 a6", "b8 b9 a7"]
+    assert shown(plan.step(1000, 3)) == "b5331 a3999"
+    plan = MixturePlan(endless, {"a": 1.5, "b": 0.4}, 4)
+    steps = [shown(plan.step(epoch, index)) for epoch in (1, 2) for index in range(4)]
+    assert steps == ["a0", "a1 a2", "a3 b0", "a4 a5", "a6 b1", "a7 a8", "a9", "a10 b2 a11"]
+    assert shown(plan.step(1000, 3)) == "a5998 b1599 a5999"
+
+
+def test_try_of_a_plan_of_steps_has_as_many_epochs_as_the_real_run() -> None:
+    """Its epochs are shorter, so a last step that was kept would be reached after far more of them."""
+    settings = Settings(1, LoggingSettings(), (), TrainingSettings(), steps_per_epoch=100)
+    real = create_plan(SHAPES, settings, 600)
+    tried = create_plan(SHAPES, dataclasses.replace(settings, limit_batches=2), 600)
+    assert (real.last_epoch, tried.last_epoch, tried.steps_through(6)) == (6, 6, 12)
+
+
+def test_weights_with_many_digits_do_not_make_a_start_slow() -> None:
+    """Steps that differ are looked at up to a limit: no training gets to the end of such a period."""
+    plan = MixturePlan(SHAPES, {"a": 1.3333333, "b": 0.1234567}, 4)
+    assert sum(1 for _ in plan.different_steps()) <= 100_000
