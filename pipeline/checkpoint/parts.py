@@ -218,7 +218,7 @@ class PersistedParts:
     ) -> Changes:
         """The decisions after an evaluation; pools are new names for the weights of ``last``."""
         weighter = self._components.loss_weighter
-        weights = {name: float(weighter.get_loss_weight(name)) for name in self._records.losses["val"]}
+        weights = {name: float(weighter.get_loss_weight(name)) for name in self._experiment.settings.register_names}
         sealed = {
             f"{LOSS_WEIGHT_DATA}/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights}),
             **{f"{ARTIFACTS}/{path}": bytes_writer(content) for path, content in artifacts.items()},

@@ -13,7 +13,7 @@ from pipeline.arguments import DEVICE_HELP
 from pipeline.command_lines import has_launcher
 from pipeline.distributed.processes import Processes
 from pipeline.errors import UsageError
-from pipeline.evaluation.evaluate import SPLITS, Request, evaluate
+from pipeline.evaluation.evaluate import SPLITS, Request, compute_metrics, evaluate
 from pipeline.evaluation.result import SHARD_SUFFIXES, SUFFIXES, Outcome, lines, merge, read_shard
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.system.files import check_output, write_output
@@ -69,7 +69,9 @@ def _evaluate_or_merge(arguments: argparse.Namespace, processes: Processes) -> N
     if arguments.merge:
 
         def merge_shards() -> None:
-            _conclude(merge([read_shard(file) for file in arguments.merge]), arguments)
+            merged = merge([read_shard(file) for file in arguments.merge])
+            paths = ExperimentPaths(data_home(arguments.data_home), merged.facts["experiment"])
+            _conclude(compute_metrics(paths, merged), arguments)
 
         processes.on_rank_zero(merge_shards)
         return

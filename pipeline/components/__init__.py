@@ -21,6 +21,7 @@ from pipeline.components.loss_weighters import (
     UniformLossWeighter,
 )
 from pipeline.components.losses import Losses, LossRecord, num_finished_epochs, weighted_loss
+from pipeline.components.metrics import AUROC, F1, R2, Accuracy, BaseMetric, ConfusionMatrix, MeanIoU
 from pipeline.components.module_transforms import BaseModuleTransform
 from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
 from pipeline.components.stateful import Stateful, load_json, save_json
@@ -30,22 +31,29 @@ from pipeline.components.trackers import BaseTracker, Image, Point, TrackedRun
 parameters = Parameters({})
 
 __all__ = [
+    "AUROC",
+    "F1",
+    "R2",
+    "Accuracy",
     "BaseCheckpointSaver",
     "BaseDataCounter",
     "BaseDataTransform",
     "BaseDataset",
     "BaseEarlyStopper",
     "BaseLossWeighter",
+    "BaseMetric",
     "BaseModuleTransform",
     "BaseScheduler",
     "BaseTracker",
     "CategoryCounter",
+    "ConfusionMatrix",
     "DatasetSizeCounter",
     "DynamicWeightAverage",
     "Image",
     "ImprovementCheckpointSaver",
     "LossRecord",
     "Losses",
+    "MeanIoU",
     "MovingAverageLossWeighter",
     "Parameters",
     "PeriodicCheckpointSaver",

@@ -13,6 +13,7 @@ class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
 
     The same object serves training and evaluation; ``module.training`` distinguishes them. More methods are optional:
+    Of a file that names ``metrics``, evaluations also need what their updates take, under the name of each.
     ``count_items(batch)`` returns ``{register: count}`` where the data decides how many items a batch has;
     ``predict(batch, modules)`` returns ``{name: values}``, one entry per item, for ``evaluate --out``;
     ``images(batch, modules)`` returns ``{name: image}`` for people to look at; ``artifacts(batch, modules, folder)``

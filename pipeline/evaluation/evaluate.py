@@ -5,15 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.checkpoint.parts import restore_counters
 from pipeline.checkpoint.snapshots import target_in
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, PipelineError, Problem, UsageError
-from pipeline.evaluation.result import Facts, Outcome
-from pipeline.experiment.assembly import Experiment, assemble_for_evaluation
+from pipeline.evaluation.result import BLOCKS, Facts, Outcome
+from pipeline.experiment.assembly import Experiment, assemble_for_evaluation, read_metrics
 from pipeline.experiment.checks.data import read_splits
 from pipeline.experiment.dataset_fingerprints import Fingerprints, changed_splits, fingerprint_splits
 from pipeline.experiment.pymodules.contracts import takes
@@ -39,6 +39,7 @@ from pipeline.system.seeding import set_deterministic
 from pipeline.tracking.progress_bar import ProgressBar
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.evaluation import EvaluationPass
+from pipeline.training.metrics import MetricAccumulator, is_gathered
 from pipeline.training.predictions import Columns, Predictions
 
 SPLITS = ("train", "val", "test")
@@ -69,14 +70,19 @@ def evaluate(
         predicting = processes.on_all_ranks(_find_predicting, experiment)
     with closing(BatchRunner(experiment, processes, request.split, evaluates=True)) as runner:
         evaluation = EvaluationPass(experiment, processes, runner, request.shard)
+        is_whole = request.shard == (0, 1)
+        if not is_whole:
+            _refuse_gathered_metrics(experiment)
         predictions = Predictions(runner, predicting)
         logging = experiment.settings.logging
         shows_bar = logging.progress_bar and processes.is_rank_zero
         with ProgressBar(request.split, evaluation.num_rounds, 0, logging.eval_updates, enabled=shows_bar) as bar:
             for _ in evaluation.rounds(epoch or 0, predictions.observe):
                 bar.advance()
-    index, count = request.shard
-    sums, items = (table[index::count] for table in evaluation.collect())
+    own = evaluation.batches
+    sums, items = (table[own.start : own.stop] for table in evaluation.collect())
+    values = evaluation.metrics.collect() if is_whole else {}
+    states = {} if is_whole else evaluation.metrics.gather()
     weights = _choose_weights(paths, manifest, request.pool)
     digests = {(name, file): entry.digest.sha256 for name, files in weights.items() for file, entry in files.items()}
     pool = pool_entries(paths, manifest, request.pool)
@@ -91,13 +97,40 @@ def evaluate(
         "weights": fingerprint(digests),
         "code": code,
         "datasets": splits,
+        "layout": BLOCKS,
         "batches": len(evaluation.refs),
         "items": evaluation.planned_items(),
         "predicted": {
             shape.dataset: shape.num_points * shape.point_size for shape in runner.shapes if shape.dataset in predicting
         },
     }
-    return Outcome(facts, request.shard, processes.world_size, sums, items), predictions.gather(processes)
+    outcome = Outcome(facts, request.shard, processes.world_size, sums, items, values, states)
+    return outcome, predictions.gather(processes)
+
+
+def compute_metrics(paths: ExperimentPaths, outcome: Outcome) -> Outcome:
+    """Return the outcome of a merge with the values of its metrics, which the experiment's own code computes."""
+    if not outcome.states:
+        return outcome
+    if not paths.results.is_dir() or fingerprint(digest_folder(paths.results)) != outcome.facts["code"]:
+        raise UsageError(
+            f"The metrics of these shards need the code of {paths.name!r} as it was when they were evaluated, but "
+            f"{paths.home} does not have it.",
+            "merge them in the data home of the experiment: --data-home DIR",
+        )
+    folder = paths.results / "pymodules"
+    metrics = read_metrics(folder, parse_settings(read_contents(paths.results / "settings")))
+    return replace(outcome, metrics=MetricAccumulator(metrics, folder, Processes()).compute(outcome.states))
+
+
+def _refuse_gathered_metrics(experiment: Experiment) -> None:
+    """Refuse metrics that must see all batches of a split themselves: a shard's file cannot hold them."""
+    gathered = [name for name, entry in experiment.components.metrics.items() if is_gathered(entry.metric)]
+    if gathered:
+        raise UsageError(
+            f"The metric {gathered[0]} must see the whole split, so it cannot be evaluated in shards.",
+            "evaluate under torchrun instead, with as many processes as you like",
+        )
 
 
 def _restore_pool(

@@ -20,17 +20,31 @@ from pipeline.experiment.dataset_fingerprints import Fingerprints
 from pipeline.serialization.npz_files import columns_of
 from pipeline.system.disk import Writer, bytes_writer
 from pipeline.system.formatting import as_json
+from pipeline.training.engines.reduction import Branch
 from pipeline.training.losses import total_losses
+from pipeline.training.metrics import State, Values, join_rows
 from pipeline.training.predictions import INDEX, POSITION, Columns, join_predictions
+from pipeline.training.step_plan import share_of
 
 SUFFIXES = (".json", ".npz", ".pt")
 SHARD_SUFFIXES = (".npz",)
 _MAX_SHOWN = 10
 _SHOWN_FACTS = ("experiment", "split", "pool", "epoch", "steps", "commit")
 _PREDICTIONS = "predictions"
+_METRICS = "metrics"
+# Entries of the state of a metric: rows that follow each other, or one value.
+_ROWS = "rows"
+_VALUES = "values"
+# Shards have neighbouring batches.
+BLOCKS = "blocks"
 
 
-class Facts(TypedDict):
+class _Layout(TypedDict, total=False):
+    # Which batches a shard has; the files of earlier versions do not say it.
+    layout: str
+
+
+class Facts(_Layout):
     """What was evaluated; the shards of one evaluation have the same facts."""
 
     experiment: str
@@ -55,7 +69,8 @@ class Facts(TypedDict):
 class Outcome:
     """The outcome of an evaluation, or of one shard of it.
 
-    ``sums`` and ``items`` have a row per batch, of the whole split or of the shard, and a column per register.
+    ``sums`` and ``items`` have a row per batch, of the whole split or of the shard, and a column per register. Of a
+    shard, ``states`` are those of its metrics; ``metrics`` are their values once all batches are known.
     """
 
     facts: Facts
@@ -63,6 +78,8 @@ class Outcome:
     world_size: int
     sums: np.ndarray
     items: np.ndarray
+    metrics: Values = field(default_factory=dict)
+    states: dict[str, list[Branch[State]]] = field(default_factory=dict)
     predictions: dict[str, Columns] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
@@ -76,7 +93,9 @@ class Outcome:
         totals = total_losses(self.sums[None])[0].tolist()
         columns = zip(self.facts["items"], totals, self.items.sum(axis=0).tolist(), strict=True)
         return {
-            register: {"mean": mean(total, items), "total": total, "items": items} for register, total, items in columns
+            **{name: {"mean": mean(total, items), "total": total, "items": items} for name, total, items in columns},
+            # A metric has one value for the whole split.
+            **{name: {"mean": value, "total": value, "items": 1} for name, value in self.metrics.items()},
         }
 
     def writer(self, suffix: str) -> Writer:
@@ -111,8 +130,9 @@ class Outcome:
 
     def shard_writer(self) -> Writer:
         """Return a writer of all that a merge needs."""
-        about = {"facts": self.facts, "shard": self.shard, "world_size": self.world_size}
-        arrays = {"sums": self.sums, "items": self.items}
+        held = {name: [[branch.start, branch.size] for branch in branches] for name, branches in self.states.items()}
+        about = {"facts": self.facts, "shard": self.shard, "world_size": self.world_size, "metrics": held}
+        arrays = {"sums": self.sums, "items": self.items, **_flatten_states(self.states)}
         return npz_writer({"shard": _encode(about), **arrays, **_flatten(self.predictions)})
 
 
@@ -133,16 +153,59 @@ def read_shard(path: Path) -> Outcome:
             written[name] = {key: int(number) for key, number in dict(written[name]).items()}
         facts = cast(Facts, written)
         sums = columns["sums"]
-        num_batches = len(range(int(facts["batches"]))[index::count])
+        if not 0 <= index < count:
+            raise ValueError("its place among the shards makes no sense")
+        num_batches = len(_batches_of(facts, (index, count)))
         items = columns["items"] if "items" in columns else _planned_items(facts, sums.shape, index)
         shape = (num_batches, len(facts["items"]))
-        is_shard = 0 <= index < count and sums.dtype == np.float64 and items.dtype == np.int64
+        is_shard = sums.dtype == np.float64 and items.dtype == np.int64
         if not is_shard or sums.shape != shape or items.shape != shape:
             raise ValueError("the sums of its batches do not fit")
-        shard = Outcome(facts, (index, count), int(about["world_size"]), sums, items, _group_predictions(columns))
+        shard = Outcome(
+            facts,
+            (index, count),
+            int(about["world_size"]),
+            sums,
+            items,
+            states=_read_states(dict(about.get("metrics", {})), columns),
+            predictions=_group_predictions(columns),
+        )
         # Tried once, so that facts which are missing are reported with the name of this file.
         shard.summary()
         return shard
+
+
+def _batches_of(facts: Facts, shard: tuple[int, int]) -> range:
+    """Return which batches of a split a shard has: neighbours, but of an earlier version every n-th."""
+    index, count = shard
+    num_batches = int(facts["batches"])
+    return share_of(num_batches, index, count) if facts.get("layout") == BLOCKS else range(num_batches)[index::count]
+
+
+def _flatten_states(states: Mapping[str, list[Branch[State]]]) -> Columns:
+    """Return the states of metrics as arrays; the rows that a metric keeps are joined."""
+    arrays: Columns = {}
+    for name, branches in states.items():
+        for number, branch in enumerate(branches):
+            for entry, value in (branch.value or {}).items():
+                kind = _ROWS if isinstance(value, list) else _VALUES
+                arrays[f"{_METRICS}/{name}/{number}/{kind}/{entry}"] = join_rows(value).numpy()
+    return arrays
+
+
+def _read_states(held: Mapping[str, Any], arrays: Columns) -> dict[str, list[Branch[State]]]:
+    """Return what ``_flatten_states`` made arrays of, or raise ValueError."""
+    states: dict[str, list[Branch[State]]] = {
+        name: [Branch(int(start), int(size), None) for start, size in places] for name, places in held.items()
+    }
+    for path, array in arrays.items():
+        if path.startswith(f"{_METRICS}/"):
+            _, name, number, kind, entry = path.split("/")
+            branch = states[name][int(number)]
+            tensor = torch.from_numpy(array)
+            state = {**(branch.value or {}), entry: [tensor] if kind == _ROWS else tensor}
+            states[name][int(number)] = Branch(branch.start, branch.size, state)
+    return states
 
 
 def _planned_items(facts: Facts, shape: tuple[int, ...], index: int) -> np.ndarray:
@@ -174,20 +237,25 @@ def merge(shards: list[Outcome]) -> Outcome:
     """Put all shards of one evaluation together, or refuse missing, doubled and foreign ones."""
     _refuse_other_shards(shards)
     first = shards[0]
-    count = first.shard[1]
     # The table of the whole split, as if one evaluation had filled it: sums are then added in the planned order.
     sums = np.zeros((first.facts["batches"], len(first.facts["items"])))
     items = np.zeros(sums.shape, dtype=np.int64)
+    states: dict[str, list[Branch[State]]] = {}
     for shard in shards:
-        sums[shard.shard[0] :: count] = shard.sums
-        items[shard.shard[0] :: count] = shard.items
+        rows = _batches_of(first.facts, shard.shard)
+        sums[rows] = shard.sums
+        items[rows] = shard.items
+        for name, branches in shard.states.items():
+            states.setdefault(name, []).extend(branches)
     predictions = join_predictions(part for shard in shards for part in shard.predictions.items())
     for dataset, num_items in first.facts["predicted"].items():
         positions = predictions.get(dataset, {}).get(POSITION, np.zeros(0))
         if len(positions) != num_items or not np.array_equal(positions, np.arange(len(positions))):
             raise UnreadableFile(f"The shards must hold a prediction for each of {num_items} items of {dataset}, once.")
     world_size = sum(shard.world_size for shard in shards)
-    return replace(first, shard=(0, 1), world_size=world_size, sums=sums, items=items, predictions=predictions)
+    return replace(
+        first, shard=(0, 1), world_size=world_size, sums=sums, items=items, states=states, predictions=predictions
+    )
 
 
 def _refuse_other_shards(shards: list[Outcome]) -> None:

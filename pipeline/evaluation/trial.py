@@ -21,6 +21,7 @@ from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.table import create_engine
 from pipeline.training.loaders import Batch
+from pipeline.training.metrics import MetricAccumulator
 from pipeline.training.step import BatchLosses, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, evaluation_refs
 
@@ -131,16 +132,25 @@ class Trial:
         dataset = ref.shape.dataset
         times = [time.perf_counter()]
         batch: Batch = None
+        values: dict[str, float] = {}
+        metrics = MetricAccumulator(self._experiment.components.metrics, self._experiment.folder, self._processes)
         try:
             loaded = next(runner.load([ref], points))
             batch = loaded.batch
             times.append(time.perf_counter())
             with out_of_memory_explained(batch, ref, self._processes.device):
                 items = runner.check_items(loaded, ref)
-                losses = runner.losses(loaded, ref, items, (*points.batch(ref).key, "check"))
+                key = (*points.batch(ref).key, "check")
+                if engine is None:
+                    losses, arguments = runner.evaluate(loaded, ref, items, key)
+                    metrics.add(0, arguments)
+                    values = metrics.collect()
+                else:
+                    losses = runner.losses(loaded, ref, items, key)
                 runner.check_ignored(loaded, ref, losses, items)
                 totals = {name: loss.detach().sum(dtype=torch.float64) for name, loss in losses.items()}
                 means = {name: mean(float(total), items[name]) for name, total in totals.items()}
+                means |= {name: value for name, value in values.items() if not math.isnan(value)}
                 times.append(time.perf_counter())
                 if engine is not None:
                     names = [name for name in losses if name in self._optimised]

@@ -26,7 +26,7 @@ from pipeline.experiment.compilation import compile_module
 from pipeline.experiment.optimizers import create_optimizers, create_schedulers, name_groups, scale_rates
 from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.contracts import ContractReader
-from pipeline.experiment.pymodules.definitions import Components
+from pipeline.experiment.pymodules.definitions import Components, MetricDefinition
 from pipeline.experiment.pymodules.loader import PymoduleLoader
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.parameters import PARAMETERS
@@ -160,6 +160,16 @@ def assemble_for_evaluation(
     return Experiment(parts.settings, parts.components, splits, {}, {}, device, folder, mesh is not None)
 
 
+def read_metrics(folder: Path, settings: Settings) -> dict[str, MetricDefinition]:
+    """Return the metrics of an experiment alone, whose other files are not imported."""
+    loader = PymoduleLoader(folder, settings.training.seed, settings.parameters)
+    reader = ContractReader(loader.load(["metrics"]))
+    metrics = reader.read_metrics()
+    if problems := [*loader.problems, *reader.problems]:
+        raise InvalidExperiment(problems)
+    return metrics
+
+
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     """Read the settings of an experiment's folder; if they are wrong, report problems of its pymodules as well.
 
@@ -274,11 +284,20 @@ def _read_components(
     reader = ContractReader(loader.load())
     components = reader.read()
     assumptions = [*loader.assumptions, *reader.assumptions]
-    if not settings.loss_registers:
+    if not settings.register_names:
         named = dict.fromkeys(name for entry in components.module_transforms.values() for name in entry.loss_registers)
-        settings = replace(settings, loss_registers=tuple(map(LossRegister, named)))
+        settings = replace(settings, loss_registers=(*map(LossRegister, named), *settings.loss_registers))
         what = f"{', '.join(named)}, all to be minimised, as in module_transforms/*.py"
         assumptions.append(Assumption("settings/loss_registers.json", what))
+    # The frozen copy lists the registers of metrics with the others; an author's file need not.
+    listed = {register.name for register in settings.loss_registers}
+    of_metrics = tuple(
+        LossRegister(name, optimize=False, direction=definition.directions[name], per="split", splits=("val",))
+        for definition in components.metrics.values()
+        for name in definition.names
+        if name not in listed
+    )
+    settings = replace(settings, loss_registers=(*settings.loss_registers, *of_metrics))
     # A file that breaks its contract still has its name, so names are judged unless a file could not be imported.
     mismatches = name_problems(components, settings, folder, loader.failed_families | wrong_files)
     failed = loader.failed_families | reader.failed_families | wrong_files

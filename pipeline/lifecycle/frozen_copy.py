@@ -83,8 +83,10 @@ def has_changed_since_start(paths: ExperimentPaths, overrides: tuple[str, ...]) 
     # The files are the same, but the command line may change other settings.
     frozen = parse_settings(read_contents(paths.results / "settings"))
     wanted = parse_settings(fill_in(read_contents(paths.settings / "settings", overrides), paths.settings))
-    # Where no file lists the registers, the module transforms do, and these have not changed.
-    return wanted != replace(frozen, loss_registers=wanted.loss_registers and frozen.loss_registers)
+    # Where no file lists the registers, the pymodules do, and these have not changed.
+    listed = {register.name for register in wanted.loss_registers}
+    registers = tuple(register for register in frozen.loss_registers if register.name in listed)
+    return wanted != replace(frozen, loss_registers=registers)
 
 
 def refuse_edited_copy(results: Path, digests: dict[str, str], *, is_accepted: bool) -> None:

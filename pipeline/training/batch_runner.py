@@ -22,6 +22,7 @@ from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
 from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader, count_nothing
 from pipeline.training.losses import Items, broken_count, check_losses, count_items
+from pipeline.training.metrics import Arguments, check_arguments
 from pipeline.training.step_plan import BatchRef, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -132,12 +133,26 @@ class BatchRunner:
 
     def losses(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> dict[str, torch.Tensor]:
         """Run one batch through the modules; everything random in it follows from ``key``."""
+        return self._run(loaded, ref, items, key)[0]
+
+    def evaluate(
+        self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Arguments]]:
+        """Run one batch, and return its losses and what it has for metrics."""
+        losses, results = self._run(loaded, ref, items, key)
         dataset = ref.shape.dataset
-        names = self._experiment.components.module_transforms[dataset].loss_registers
-        losses = self._call("__call__", loaded.batch, ref, key)
-        return check_losses(
-            losses, self._registers[dataset], names, items, loaded.counts, self._file(dataset), self._processes.device
+        metrics = self._experiment.components.module_transforms[dataset].metrics
+        return losses, check_arguments(results, metrics, self._file(dataset)) if metrics else {}
+
+    def _run(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> tuple[dict[str, torch.Tensor], Any]:
+        dataset = ref.shape.dataset
+        definition = self._experiment.components.module_transforms[dataset]
+        results = self._call("__call__", loaded.batch, ref, key)
+        names = (*definition.loss_registers, *definition.metrics)
+        losses = check_losses(
+            results, self._registers[dataset], names, items, loaded.counts, self._file(dataset), self._processes.device
         )
+        return losses, results
 
     def check_items(self, loaded: LoadedBatch, ref: BatchRef) -> dict[str, int]:
         """Return the items of a batch; refuse counts that are others when they are asked for again."""

@@ -16,7 +16,8 @@ from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
 from pipeline.training.loaders import Batch, LoadedBatch
 from pipeline.training.losses import LossAccumulator, total_losses
-from pipeline.training.step_plan import BatchAssignment, assign_rounds, evaluation_refs
+from pipeline.training.metrics import MetricAccumulator
+from pipeline.training.step_plan import BatchAssignment, assign_rounds, assign_shares, evaluation_refs, share_of
 
 # Asking all ranks whether one was asked to stop is a collective; an evaluation that stops loses its own time only.
 _ROUNDS_BETWEEN_STOP_CHECKS = 16
@@ -28,7 +29,7 @@ BatchObserver = Callable[[BatchAssignment, PlannedBatch, Batch], None]
 class EvaluationPass:
     """Runs the batches of one split through the modules, each exactly once at any number of processes.
 
-    Shard i of n takes batches i, i + n, i + 2 n, …, so that several passes can share the work.
+    Shards and ranks take neighbouring batches, whose metrics they can combine at once.
     """
 
     def __init__(
@@ -38,18 +39,20 @@ class EvaluationPass:
         self._processes = processes
         self._runner = runner
         self.refs = evaluation_refs(runner.shapes)
-        chosen = list(enumerate(self.refs))[shard[0] :: shard[1]]
+        self.batches = share_of(len(self.refs), *shard)
+        chosen = [(position, self.refs[position]) for position in self.batches]
         rank = processes.rank
         world_size = processes.world_size
         if experiment.is_sharded:
             self._assignments = assign_rounds(chosen, rank, world_size)
             self.num_rounds = len(self._assignments)
         else:
-            self._assignments = [BatchAssignment(*batch) for batch in chosen[rank::world_size]]
+            self._assignments = assign_shares(chosen, rank, world_size)
             # The same number on every rank: some have no batch in the last round.
             self.num_rounds = -(-len(chosen) // world_size)
-        self._registers = [register.name for register in experiment.settings.registers_of("val")]
-        self._accumulator = LossAccumulator(self._registers, len(self.refs), processes)
+        self.registers = [register.name for register in experiment.settings.registers_of("val")]
+        self._accumulator = LossAccumulator(self.registers, len(self.refs), processes)
+        self.metrics = MetricAccumulator(experiment.components.metrics, experiment.folder, processes)
 
     def rounds(self, epoch: int, observe: BatchObserver | None = None) -> Iterator[int]:
         """Yield the number of each round when its batches are done; ``observe`` sees those of this rank."""
@@ -69,10 +72,11 @@ class EvaluationPass:
     ) -> None:
         with torch.no_grad(), out_of_memory_explained(loaded.batch, assignment.ref, self._processes.device):
             items = self._runner.items(loaded, assignment.ref)
-            losses = self._runner.losses(loaded, assignment.ref, items, (*planned.key, "evaluate"))
-            # The losses of a stand-in are recorded by the rank whose batch it is.
+            losses, arguments = self._runner.evaluate(loaded, assignment.ref, items, (*planned.key, "evaluate"))
+            # A stand-in is recorded by the rank whose batch it is.
             if not assignment.is_stand_in:
                 self._accumulator.add(0, assignment.position, losses, items)
+                self.metrics.add(assignment.position, arguments)
             if observe is not None:
                 observe(assignment, planned, loaded.batch)
 
@@ -84,7 +88,7 @@ class EvaluationPass:
     def planned_items(self) -> dict[str, int]:
         """Return how many items of the whole split each register gets if none are counted and none are absent."""
         planned = [self._runner.items(None, ref) for ref in self.refs]
-        return {register: sum(items.get(register, 0) for items in planned) for register in self._registers}
+        return {register: sum(items.get(register, 0) for items in planned) for register in self.registers}
 
 
 class EvaluationStage:
@@ -117,16 +121,20 @@ class EvaluationStage:
         weighter.before_eval_epoch(self._records.losses)
         for number in self._pass.rounds(epoch):
             if number % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and self._processes.any(is_asked_to_stop()):
-                # Empties the accumulator for the evaluation that will be done again.
+                # Empties the accumulators for the evaluation that will be done again.
                 self._pass.collect()
+                self._pass.metrics.clear()
                 yield True
                 return
             yield False
         sums, items = self._pass.collect()
         totals = total_losses(sums[None])[0].tolist()
-        for record, total, count in zip(
-            self._records.losses["val"].values(), totals, items.sum(axis=0).tolist(), strict=True
-        ):
-            record.add_epoch(epoch, total, count)
+        values = {
+            **dict(zip(self._pass.registers, zip(totals, items.sum(axis=0).tolist(), strict=True), strict=True)),
+            # A metric has one value for the whole split.
+            **{name: (value, 1) for name, value in self._pass.metrics.collect().items()},
+        }
+        for name, record in self._records.losses["val"].items():
+            record.add_epoch(epoch, *values[name])
         seed_generators(seed, "after evaluation", epoch)
         weighter.after_eval_epoch(self._records.losses)

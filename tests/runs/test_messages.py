@@ -105,7 +105,6 @@ def test_names_and_parameters_that_do_not_fit_are_told_with_both_places(home: Pa
     }
     write_experiment(home, "wrong", files=files)
     said = [
-        "dataloaders/b.py: the file is missing for dataset 'b'",
         "dataloaders/bb.py: must be named like a dataset, but there are a, b. Did you mean 'b'?",
         "module_transforms/b.py:3: loss_registers has 'los_b', but there are error, loss_a, loss_b. Did",
         "loss_registers.json:4: register 'loss_b' is fed by no module transform",
@@ -122,7 +121,9 @@ def test_names_and_parameters_that_do_not_fit_are_told_with_both_places(home: Pa
 @pytest.mark.slow
 def test_names_of_experiments_and_settings_are_suggested(home: Path) -> None:
     """Without an experiment, with an unknown one, or with a bad --set, what there is and the nearest are told."""
-    check_refused(home, name="tinny", code=2, said=["there are tiny. Did you mean 'tiny'?", "-m pipeline new tinny"])
+    check_refused(
+        home, name="tinny", code=2, said=["there are tiny. Did you mean 'tiny'?", "training_pipeline.py tiny "]
+    )
     check_refused(home, "--set", "training.sed=1", code=2, said=["unknown key 'sed'; available are", "mean 'seed'?"])
     said = ["--set works only when an experiment starts", "new VARIANT --from tiny --set training.seed=1"]
     check_refused(home, "--resume", "--set", "training.seed=1", code=2, said=said)

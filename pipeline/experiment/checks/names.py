@@ -28,6 +28,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
     if "loss_registers" not in failed:
         yield from _register_problems(components, settings, folder, failed)
         yield from _policy_problems(components, settings, folder)
+        if not failed & {"metrics", "module_transforms"}:
+            yield from _metric_problems(components, settings, folder)
     # Without any module, the loader has reported the empty folder.
     if components.modules and not components.trained_modules:
         frozen = ", ".join(components.frozen_modules)
@@ -100,6 +102,35 @@ def _register_problems(components: Components, settings: Settings, folder: Path,
         yield Problem(where, what + listed + nearest(register, sorted(fed)))
 
 
+def _metric_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield metrics that nothing feeds, names of metrics that do not exist, and names that are used twice."""
+    files = sorted(components.metrics)
+    fed = set[str]()
+    for dataset, transform in components.module_transforms.items():
+        where = place_of(folder / "module_transforms" / f"{dataset}.py", "metrics")
+        fed |= set(transform.metrics)
+        for name in sorted(set(transform.metrics) - set(files)):
+            yield Problem(where, f"metrics has {name!r}, {_list_known(name, files)}")
+        for name in sorted(set(transform.metrics) & set(transform.loss_registers)):
+            yield Problem(where, f"metrics has {name!r}, which loss_registers has as well", "rename one of them")
+    owners: dict[str, str] = {}
+    for name, definition in components.metrics.items():
+        where = place_of(folder / "metrics" / f"{name}.py", "names")
+        if name not in fed:
+            what = "must be named in metrics of a module transform, but is in none"
+            yield Problem(where, what, f'add metrics = ["{name}"] to a file of module_transforms')
+        for register in definition.names:
+            if register in owners:
+                yield Problem(where, f"names has {register!r}, which {owners[register]} has as well")
+            if register in settings.register_names:
+                yield Problem(where, f"names has {register!r}, which is a register already", "rename one of them")
+            owners[register] = f"metrics/{name}.py"
+    for listed in settings.loss_registers:
+        if listed.is_metric and listed.name not in owners:
+            where = _place_of_register(folder.parent / "settings" / "loss_registers.json", listed.name)
+            yield Problem(where, f"register {listed.name!r} is per split, {_list_known(listed.name, sorted(owners))}")
+
+
 def _place_of_register(settings_file: Path, register: str) -> str:
     """Return ``file:line`` where a register is listed, or the file alone if ``--set`` has added it."""
     try:
@@ -114,7 +145,7 @@ def _place_of_register(settings_file: Path, register: str) -> str:
 
 def _policy_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
     """Yield registers that the ready policies name but do not exist, and a stopper that would never stop."""
-    known = list(settings.register_names)
+    known = [register.name for register in settings.loss_registers]
     stopper = components.early_stopper
     if isinstance(stopper, RegisterEarlyStopper) and stopper.register not in known:
         what = f"register {stopper.register!r}, {_list_known(stopper.register, known)}"

@@ -24,11 +24,13 @@ from pipeline.experiment.pymodules.definitions import (
     DataLoading,
     DataTransforms,
     LoaderArguments,
+    MetricDefinition,
     ModuleDefinition,
     ModuleTransformDefinition,
     OptimSched,
     WeightSource,
 )
+from pipeline.experiment.pymodules.source_files import COMPONENT_NAME
 from pipeline.experiment.pymodules.user_code import place_of
 
 # What is known of an author's value before its contract was checked: nothing.
@@ -107,7 +109,12 @@ class ContractReader:
             early_stopper=self._read_single("early_stopper"),
             loss_weighter=self._read_single("loss_weighter"),
             trackers={name: self._read_object(module, "tracker") for name, module in files["trackers"].items()},
+            metrics=self.read_metrics(),
         )
+
+    def read_metrics(self) -> dict[str, MetricDefinition]:
+        """Return the metrics alone; meaningful only if no problems were found."""
+        return {name: self._read_metric(name, module) for name, module in self._files["metrics"].items()}
 
     def _create_transform(self, module: ModuleType, name: str) -> AuthorValue:
         create = self._get_or_assume(module, name, BaseDataTransform, "points stay as they are")
@@ -235,7 +242,42 @@ class ContractReader:
             self._report(module, "ModuleTransform", what)
         elif hasattr(create, "count_items") and not takes(create.count_items, 2):
             self._report(module, "ModuleTransform", "count_items must be a method count_items(self, batch)")
-        return ModuleTransformDefinition(create, self._read_names(module, "loss_registers"))
+        metrics = self._read_names(module, "metrics") if hasattr(module, "metrics") else ()
+        return ModuleTransformDefinition(create, self._read_names(module, "loss_registers"), metrics)
+
+    def _read_metric(self, name: str, module: ModuleType) -> MetricDefinition:
+        metric = self._get(module, "metric")
+        lacking = [method for method in ("update", "compute") if not callable(getattr(metric, method, None))]
+        if inspect.isclass(metric):
+            what = f"must be an instance, but is the class {metric.__name__}; write {metric.__name__}(…)"
+            self._report(module, "metric", what)
+        elif metric is not None and lacking:
+            what = f"must have the methods {', '.join(lacking)}, but {type(metric).__name__} has not"
+            self._report(module, "metric", what, "inherit from pipeline.components.BaseMetric")
+        names = self._read_names(module, "names") if hasattr(module, "names") else (name,)
+        for register in names:
+            if not COMPONENT_NAME.fullmatch(register):
+                what = f"must be made of letters, digits, '_', '-' and '.', but has {register!r}"
+                self._report(module, "names", what)
+        return MetricDefinition(metric, names, self._read_directions(module, metric, names))
+
+    def _read_directions(self, module: ModuleType, metric: AuthorValue, names: tuple[str, ...]) -> dict[str, str]:
+        """Return which way each value of a metric is better: as the file says, or as the metric itself knows."""
+        given = getattr(module, "direction", None)
+        if given is None:
+            # torchmetrics knows it of most of its metrics.
+            is_higher_better = getattr(metric, "higher_is_better", None)
+            given = getattr(metric, "direction", None)
+            if given is None and is_higher_better is not None:
+                given = "max" if is_higher_better else "min"
+            if given is None:
+                self._assume(module, "direction", '"max"')
+                given = "max"
+        directions = {name: given.get(name) if isinstance(given, Mapping) else given for name in names}
+        for name, direction in directions.items():
+            if direction not in ("min", "max"):
+                self._report(module, "direction", f'must be "min" or "max" for {name!r}, but is {direction!r}')
+        return {name: "min" if direction == "min" else "max" for name, direction in directions.items()}
 
     def _read_optim_sched(self, module: ModuleType) -> OptimSched:
         start = getattr(module, "scheduler_start_epoch", 1)

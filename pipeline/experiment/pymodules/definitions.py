@@ -93,9 +93,20 @@ class ModuleDefinition:
 
 
 @dataclass(frozen=True)
+class MetricDefinition:
+    """A metric of ours or of torchmetrics, and the registers of its values."""
+
+    metric: Any
+    names: tuple[str, ...]
+    directions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class ModuleTransformDefinition:
     create: Callable[[dict[str, BaseDataCounter], torch.device, logging.Logger], BaseModuleTransform]
     loss_registers: tuple[str, ...]
+    # Names of metrics that evaluations feed.
+    metrics: tuple[str, ...] = ()
 
     @property
     def counts_items(self) -> bool:
@@ -125,6 +136,7 @@ class Components:
     early_stopper: BaseEarlyStopper
     loss_weighter: BaseLossWeighter
     trackers: dict[str, BaseTracker] = field(default_factory=dict)
+    metrics: dict[str, MetricDefinition] = field(default_factory=dict)
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:

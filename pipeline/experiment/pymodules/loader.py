@@ -31,6 +31,7 @@ FAMILIES = (
     "dataloaders",
     "modules",
     "module_transforms",
+    "metrics",
     "optim_sched",
     "trackers",
 )

@@ -41,9 +41,13 @@ class LossRegister:
     name: str
     optimize: bool = True
     direction: str = "min"
-    # What a transform gives one value for: "item" or "batch".
+    # What there is one value for: "item", "batch" or, of a metric, "split".
     per: str = "item"
     splits: tuple[str, ...] = ("train", "val")
+
+    @property
+    def is_metric(self) -> bool:
+        return self.per == "split"
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,15 @@ class Settings:
 
     @property
     def register_names(self) -> tuple[str, ...]:
-        return tuple(register.name for register in self.loss_registers)
+        """The registers that module transforms feed: all but those of metrics."""
+        return tuple(register.name for register in self.loss_registers if not register.is_metric)
 
     def registers_of(self, split: str) -> tuple[LossRegister, ...]:
-        """Return the registers that are recorded in a split; any but ``train`` has those of ``val``."""
+        """Return the registers that module transforms feed in a split; any but ``train`` has those of ``val``."""
         named = "train" if split == "train" else "val"
-        return tuple(register for register in self.loss_registers if named in register.splits)
+        return tuple(
+            register for register in self.loss_registers if named in register.splits and not register.is_metric
+        )
 
 
 def read_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:

@@ -261,7 +261,8 @@ class Branch(Generic[Value]):
 
     def is_left_of(self, other: Branch[Value]) -> bool:
         """Return whether the two are the halves of one branch."""
-        return self.size == other.size and self.start % (2 * self.size) == 0
+        are_neighbours = self.start + self.size == other.start
+        return are_neighbours and self.size == other.size and self.start % (2 * self.size) == 0
 
 
 class Branches(Generic[Value]):
