@@ -120,7 +120,8 @@ class Loop:
             self._commit(Moment.NOT_EVALUATED, epoch, following)
             return following
         self.write_status(progress)
-        if session.runners[1].starts_workers:
+        # Averages may need training batches for their BatchNorm statistics.
+        if any(runner.starts_workers for runner in session.runners):
             # As before training: a worker must not inherit the locks of the commit's thread.
             session.commits.wait()
         self._pace.begin_epoch(0)

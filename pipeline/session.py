@@ -17,6 +17,7 @@ from pipeline.paths import ExperimentPaths
 from pipeline.store.background_commit import Commits
 from pipeline.store.store import ResultsStore
 from pipeline.system.stop_requests import StopRequests
+from pipeline.training.averages import Averages, update_batchnorm
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.table import create_engine
@@ -67,7 +68,8 @@ def build_session(
     engine = create_engine(experiment, processes)
     train = BatchRunner(experiment, processes, "train")
     val = BatchRunner(experiment, processes, "val")
-    training = TrainingStage(experiment, processes, train, engine, records)
+    averages = Averages(experiment)
+    training = TrainingStage(experiment, processes, train, engine, records, averages)
     if experiment.settings.training.sync_batchnorm:
         steps = ([ref.shape.dataset for ref in step] for step in training.plan.different_steps())
         check_even_steps(steps, processes.world_size)
@@ -82,7 +84,9 @@ def build_session(
         ranks=RankComparison(experiment, processes, engine, parts, store.claim.folder),
         runners=(train, val),
         training=training,
-        evaluation=EvaluationStage(experiment, processes, val, records),
+        evaluation=EvaluationStage(
+            experiment, processes, val, records, partial(update_batchnorm, experiment, train, training.plan)
+        ),
         samples=Samples(experiment, val),
         store=store,
         commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
@@ -100,5 +104,6 @@ def build_session(
         RunValue("plan_version", partial(int, PLAN_VERSION), check_plan_version, missing=1),
         RunValue("grad_scaler", engine.scaler.state_dict, engine.scaler.load_state_dict),
         RunValue("requires_grad", engine.flags_state, engine.load_flags, has_default=True),
+        RunValue("averages", averages.state, averages.load_state, has_default=True),
     ]
     return session

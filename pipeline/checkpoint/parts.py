@@ -134,13 +134,22 @@ class PersistedParts:
     def _tensor_parts(self) -> list[TensorPart]:
         """The rows of what has a state dict; more tensors that must survive a kill are one more."""
         frozen = self._components.frozen_modules.items()
-        trained = self._components.trained_modules.items()
+        trained = self._components.changing_modules.items()
+        averages = self._components.averages
         optimizers = self._experiment.optimizers.items()
         return [
             *(TensorPart(self._path(FROZEN, name), module, _ONCE) for name, module in frozen),
             *(TensorPart(self._path("init", name), module, _ONCE, is_restored=False) for name, module in trained),
             # The first commit has them as other names of the initial weights.
-            *(TensorPart(self._path("last", name), module, _TRAINED) for name, module in trained),
+            *(
+                TensorPart(
+                    self._path("last", name),
+                    module,
+                    # An evaluation computes its BatchNorm statistics.
+                    _TRAINED | _JUDGED if name in averages and averages[name].update_bn else _TRAINED,
+                )
+                for name, module in trained
+            ),
             *(
                 TensorPart(self._with_suffix(f"{OPTIM_CKPS}/{name}"), optimizer, _ONCE | _TRAINED)
                 for name, optimizer in optimizers
@@ -178,7 +187,7 @@ class PersistedParts:
 
     def initial_state(self) -> Changes:
         """Everything an experiment has before its first stage."""
-        last = {self._path("last", name): self._path("init", name) for name in self._components.trained_modules}
+        last = {self._path("last", name): self._path("init", name) for name in self._components.changing_modules}
         epochs = self._records.epoch_files("train") | self._records.epoch_files("val")
         return Changes(epochs, same_as=last) | self._rows_at(Moment.PREPARED)
 
@@ -223,7 +232,7 @@ class PersistedParts:
             f"{LOSS_WEIGHT_DATA}/loss_weights_{epoch}.json": json_writer({"epoch": epoch, "loss_weights": weights}),
             **{f"{ARTIFACTS}/{path}": bytes_writer(content) for path, content in artifacts.items()},
         }
-        trained = self._components.trained_modules
+        trained = self._components.changing_modules
         pooled = {self._path(pool, name): self._path("last", name) for name in trained for pool in pools}
         removed: set[str] = set()
         limit = getattr(self._components.checkpoint_saver, "num_to_keep", None)

@@ -17,6 +17,7 @@ from pipeline.errors import Problem
 from pipeline.evaluation.batch_failures import explain_failure
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.table import create_engine
@@ -47,6 +48,8 @@ class Trial:
         self._experiment = experiment
         self._processes = processes
         experiment.create_module_transforms()
+        # They begin as copies of the weights that training begins with.
+        Averages(experiment)
         self._optimised = {register.name for register in experiment.settings.loss_registers if register.optimize}
         self._failures: set[tuple[str, type[BaseException], str]] = set()
         self.update_seconds = 0.0

@@ -297,7 +297,16 @@ def _read_components(
         for name in definition.names
         if name not in listed
     )
-    settings = replace(settings, loss_registers=(*settings.loss_registers, *of_metrics))
+    registers = (*settings.loss_registers, *of_metrics)
+    # An average that is evaluated beside its source has registers of its own for all of an evaluation.
+    of_averages = tuple(
+        replace(register, name=f"{name}/{register.name}", optimize=False, per="split", splits=("val",))
+        for name, average in components.averages.items()
+        if average.evaluate == "beside"
+        for register in registers
+        if "val" in register.splits and "/" not in register.name and f"{name}/{register.name}" not in listed
+    )
+    settings = replace(settings, loss_registers=(*registers, *of_averages))
     # A file that breaks its contract still has its name, so names are judged unless a file could not be imported.
     mismatches = name_problems(components, settings, folder, loader.failed_families | wrong_files)
     failed = loader.failed_families | reader.failed_families | wrong_files
@@ -313,7 +322,7 @@ def _synchronise_batchnorm(components: Components) -> None:
 def _place_modules(components: Components, device: torch.device, mesh: DeviceMesh | None) -> None:
     for name, definition in components.modules.items():
         definition.module.to(device)
-        if definition.frozen:
+        if not definition.is_trained:
             definition.module.requires_grad_(False).eval()
         if definition.compile:
             compile_module(definition.module, name)

@@ -30,7 +30,8 @@ def load_initial_weights(
     problems = list(_unknown_modules(components, training))
     for name, definition in components.modules.items():
         source = _source_of(name, definition, training)
-        if source is None:
+        # An average starts as a copy of its source.
+        if source is None or definition.average is not None:
             continue
         where = str(folder / "modules" / f"{name}.py")
         try:

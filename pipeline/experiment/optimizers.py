@@ -27,15 +27,19 @@ def create_optimizers(
 ) -> dict[str, Optimizer]:
     """Return the optimizers that can be created, and add what is wrong with the others to ``problems``."""
     optimizers: dict[str, Optimizer] = {}
+    # Averages are computed, so code that optimises all modules need not leave them out.
+    without_averages = {
+        name: module for name, module in components.all_modules.items() if name not in components.averages
+    }
     for name, definition in components.optim_sched.items():
         where = str(folder / "optim_sched" / f"{name}.py")
         try:
-            optimizer = definition.create_optimizer(components.all_modules)
+            optimizer = definition.create_optimizer(without_averages)
         except (Exception, SystemExit) as error:
             problem = user_problem(error, folder, where, "create_optimizer must work")
             # Not its subclasses: a missing parameter says by itself what there is.
             if type(error) is KeyError:
-                problem = replace(problem, fix=f"the modules are {', '.join(components.all_modules)}")
+                problem = replace(problem, fix=f"the modules are {', '.join(without_averages)}")
             problems.append(problem)
             continue
         if not isinstance(optimizer, Optimizer):

@@ -78,7 +78,9 @@ def _part_lines(experiment: Experiment) -> Iterator[str]:
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
         trained = sum(count for count, is_trained in counts if is_trained)
         spread = ", sharded" if any(is_sharded(parameter) for parameter in module.parameters()) else ""
-        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {trained:,} trained{spread}"
+        average = experiment.components.averages.get(name)
+        kind = f"{trained:,} trained" if average is None else f"an average of {average.source}"
+        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {kind}{spread}"
     for name, groups in experiment.learning_rates().items():
         rates = ", ".join(f"{group} {rate:.3e}" for group, rate in groups.items())
         yield f"learning rates of {name}: {rates}"
@@ -88,7 +90,7 @@ def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]
     """Yield how much the results will need, estimated from the weights, and a warning if it may not fit."""
     trained = sum(
         parameter.numel() * parameter.element_size()
-        for module in experiment.components.trained_modules.values()
+        for module in experiment.components.changing_modules.values()
         for parameter in module.parameters()
     )
     needed = _NUM_KEPT_COPIES * trained

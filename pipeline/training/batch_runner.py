@@ -86,7 +86,7 @@ class BatchRunner:
             )
             for name, dataset in components.datasets.items()
         }
-        self._modules = components.all_modules
+        self._modules = components.all_modules if self._trains else components.evaluated_modules
         # By dataset, the registers that its module transform feeds in this split.
         recorded = experiment.settings.registers_of("train" if self._trains else "val")
         self._registers = {
@@ -100,6 +100,19 @@ class BatchRunner:
             return count_nothing
         # Looked up for every batch: loaders exist before the module transforms do.
         return partial(_count, self._experiment.module_transforms, dataset)
+
+    @contextmanager
+    def average_swapped(self, name: str | None) -> Iterator[None]:
+        """Let the average of this name stand in for its source in this block; without a name change nothing."""
+        before = self._modules
+        components = self._experiment.components
+        if name is not None:
+            average = components.averages[name]
+            self._modules = components.all_modules | {average.source: components.all_modules[name]}
+        try:
+            yield
+        finally:
+            self._modules = before
 
     def points(self, epoch: int) -> Points:
         """Return which points the batches of an epoch hold."""

@@ -33,9 +33,16 @@ class EvaluationPass:
     """
 
     def __init__(
-        self, experiment: Experiment, processes: Processes, runner: BatchRunner, shard: tuple[int, int] = (0, 1)
+        self,
+        experiment: Experiment,
+        processes: Processes,
+        runner: BatchRunner,
+        shard: tuple[int, int] = (0, 1),
+        average: str | None = None,
     ) -> None:
         self._experiment = experiment
+        # The average that stands in for its source.
+        self._average = average
         self._processes = processes
         self._runner = runner
         self.refs = evaluation_refs(runner.shapes)
@@ -72,7 +79,8 @@ class EvaluationPass:
     ) -> None:
         with torch.no_grad(), out_of_memory_explained(loaded.batch, assignment.ref, self._processes.device):
             items = self._runner.items(loaded, assignment.ref)
-            losses, arguments = self._runner.evaluate(loaded, assignment.ref, items, (*planned.key, "evaluate"))
+            with self._runner.average_swapped(self._average):
+                losses, arguments = self._runner.evaluate(loaded, assignment.ref, items, (*planned.key, "evaluate"))
             # A stand-in is recorded by the rank whose batch it is.
             if not assignment.is_stand_in:
                 self._accumulator.add(0, assignment.position, losses, items)
@@ -84,6 +92,16 @@ class EvaluationPass:
         """Return sums and items per batch and register of all ranks; batches of other shards have 0."""
         sums, items = self._accumulator.collect_batches(1)
         return sums[0], items[0]
+
+    def values(self) -> dict[str, tuple[float, int]]:
+        """Return total and items of every register over the whole split; all ranks must ask."""
+        sums, items = self.collect()
+        totals = total_losses(sums[None])[0].tolist()
+        return {
+            **dict(zip(self.registers, zip(totals, items.sum(axis=0).tolist(), strict=True), strict=True)),
+            # A metric has one value for the whole split.
+            **{name: (value, 1) for name, value in self.metrics.collect().items()},
+        }
 
     def planned_items(self) -> dict[str, int]:
         """Return how many items of the whole split each register gets if none are counted and none are absent."""
@@ -100,15 +118,23 @@ class EvaluationStage:
         processes: Processes,
         runner: BatchRunner,
         records: Records,
+        prepare_averages: Callable[[int], None],
     ) -> None:
         self._experiment = experiment
         self._processes = processes
         self._records = records
-        self._pass = EvaluationPass(experiment, processes, runner)
+        self._prepare_averages = prepare_averages
+        averages = experiment.components.averages.items()
+        # By the name that registers of a pass begin with.
+        self._passes = {"": EvaluationPass(experiment, processes, runner)} | {
+            f"{name}/": EvaluationPass(experiment, processes, runner, average=name)
+            for name, settings in averages
+            if settings.evaluate == "beside"
+        }
 
     @property
     def num_rounds(self) -> int:
-        return self._pass.num_rounds
+        return sum(evaluation.num_rounds for evaluation in self._passes.values())
 
     def run(self, epoch: int, is_asked_to_stop: Callable[[], bool]) -> Iterator[bool]:
         """Yield after each round, False while it continues and True if all ranks agreed to stop instead.
@@ -119,20 +145,21 @@ class EvaluationStage:
         seed = self._experiment.settings.training.seed
         seed_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
-        for number in self._pass.rounds(epoch):
-            if number % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and self._processes.any(is_asked_to_stop()):
-                # Empties the accumulators for the evaluation that will be done again.
-                self._pass.collect()
-                self._pass.metrics.clear()
-                yield True
-                return
-            yield False
-        sums, items = self._pass.collect()
-        totals = total_losses(sums[None])[0].tolist()
+        self._prepare_averages(epoch)
+        for evaluation in self._passes.values():
+            for number in evaluation.rounds(epoch):
+                if number % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and self._processes.any(is_asked_to_stop()):
+                    # Empties the accumulators for the evaluation that will be done again.
+                    for begun in self._passes.values():
+                        begun.collect()
+                        begun.metrics.clear()
+                    yield True
+                    return
+                yield False
         values = {
-            **dict(zip(self._pass.registers, zip(totals, items.sum(axis=0).tolist(), strict=True), strict=True)),
-            # A metric has one value for the whole split.
-            **{name: (value, 1) for name, value in self._pass.metrics.collect().items()},
+            f"{prefix}{name}": value
+            for prefix, evaluation in self._passes.items()
+            for name, value in evaluation.values().items()
         }
         for name, record in self._records.losses["val"].items():
             record.add_epoch(epoch, *values[name])

@@ -36,6 +36,8 @@ class StepOutcome:
     commit: bool
     norms: dict[str, float]
     norm: float
+    # The optimizers that have applied an update.
+    stepped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pipeline.components import BaseLossWeighter
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
+from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
 from pipeline.training.engines.base import GradientEngine
@@ -35,7 +36,7 @@ class TrainingStage:
             for each of this rank's batches:
                 load → forward → losses → backward
             reduce the gradients once → clip and step, or skip
-            schedule and weigh
+            averages follow, schedule and weigh
             report the step: the caller may log, commit or stop here
         after_train_epoch
 
@@ -49,8 +50,10 @@ class TrainingStage:
         runner: BatchRunner,
         engine: GradientEngine,
         records: Records,
+        averages: Averages,
     ) -> None:
         self._experiment = experiment
+        self._averages = averages
         self._processes = processes
         self._runner = runner
         self._engine = engine
@@ -130,6 +133,7 @@ class TrainingStage:
             # The losses are needed after this step; the engine's wait for the device is one for them too.
             self._accumulator.fetch()
         outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
+        self._averages.after_update(outcome.stepped, epoch)
         cause = self._find_cause(epoch, batches) if outcome.skipped and not outcome.overflowed else ""
 
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)

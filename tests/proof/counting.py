@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -96,14 +98,18 @@ class CountingObserver(StepObserver):
 
     def watch_loading(self, engine: GradientEngine) -> None:
         """Ask the device, whenever a batch is loaded ahead, whether it still works."""
-        prefetch = engine._prefetch
+        prefetching = engine.prefetching
 
-        def ask_and_prefetch(*, while_device_works: bool) -> None:
-            if while_device_works:
+        @contextmanager
+        def watched(load_next: Callable[[], None]) -> Iterator[None]:
+            def ask_and_load() -> None:
                 self._was_busy = not torch.accelerator.current_stream().query()
-            prefetch(while_device_works=while_device_works)
+                load_next()
 
-        engine._prefetch = ask_and_prefetch  # type: ignore[method-assign]
+            with prefetching(ask_and_load):
+                yield
+
+        engine.prefetching = watched  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> int:

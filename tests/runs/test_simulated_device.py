@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.proof.experiments import write_deep
-from tests.support.experiments import tree, write_experiment
+from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import BackgroundRun, environment, run_process
 from tests.support.simulated.environment import SIMULATED
 
@@ -381,3 +381,19 @@ def test_verbs_read_the_device(tmp_path: Path) -> None:
     assert any("sums" in name for name in np.load(predictions).files)
     call("replay", "deep", "--epoch", "1", "--step", "2", "--save", str(tmp_path / "step"))
     assert "bit" in call("verify-resume", "deep")
+
+
+@pytest.mark.slow
+def test_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    """They wait for it in a kernel, as for one that was killed: only a rank that has finished says farewell."""
+    text = FILES["pymodules/module_transforms/a.py"].replace(
+        "outputs = modules",
+        # An evaluation would wait in a collective of the host, which notices.
+        'assert os.environ["RANK"] == "0" or not modules["trunk"].training, "boom"\n                outputs = modules',
+    )
+    text = text.replace("from pipeline.components", "import os\n\n        from pipeline.components", 1)
+    write_experiment(tmp_path, files={"pymodules/module_transforms/a.py": text})
+    done = run_process(tmp_path, nproc=2, env=SIMULATED)
+    assert done.returncode == 1
+    assert "AssertionError: boom" in done.stderr
+    assert "Ended because another process of this run has failed or was killed" in done.stdout + done.stderr

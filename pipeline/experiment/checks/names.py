@@ -126,7 +126,15 @@ def _metric_problems(components: Components, settings: Settings, folder: Path) -
                 yield Problem(where, f"names has {register!r}, which is a register already", "rename one of them")
             owners[register] = f"metrics/{name}.py"
     for listed in settings.loss_registers:
-        if listed.is_metric and listed.name not in owners:
+        average, _, _ = listed.name.rpartition("/")
+        if average:
+            if average not in components.averages:
+                where = _place_of_register(folder.parent / "settings" / "loss_registers.json", listed.name)
+                known = sorted(components.averages)
+                yield Problem(
+                    where, f"register {listed.name!r} is of the average {average!r}, {_list_known(average, known)}"
+                )
+        elif listed.is_metric and listed.name not in owners:
             where = _place_of_register(folder.parent / "settings" / "loss_registers.json", listed.name)
             yield Problem(where, f"register {listed.name!r} is per split, {_list_known(listed.name, sorted(owners))}")
 

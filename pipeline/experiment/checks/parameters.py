@@ -96,15 +96,20 @@ def _owner_problems(
     for name, parameter in entry.module.named_parameters():
         optimizers = owners.get(id(parameter), [])
         # One that requires no gradient may be in an optimizer or not: authors change the flag between steps.
-        is_misplaced = bool(optimizers) if entry.frozen else parameter.requires_grad and len(optimizers) != 1
+        is_misplaced = bool(optimizers) if not entry.is_trained else parameter.requires_grad and len(optimizers) != 1
         if is_misplaced:
             misplaced.setdefault(" and ".join(optimizers) or "none", []).append(repr(name))
     for found_in, names in misplaced.items():
         more = f" and {len(names) - _MAX_PARAMETERS_SHOWN} more" if len(names) > _MAX_PARAMETERS_SHOWN else ""
-        must = "frozen parameters must be in no" if entry.frozen else "every parameter must be in exactly one"
+        kind = "frozen parameters" if entry.frozen else "parameters of an average"
+        must = "every parameter must be in exactly one" if entry.is_trained else f"{kind} must be in no"
         what = f"{must} optimizer, but {', '.join(names[:_MAX_PARAMETERS_SHOWN])}{more} are in {found_in}"
         train = f'give modules["{module}"].parameters() to one in create_optimizer'
-        fix = "leave them out of create_optimizer" if entry.frozen else f'{train}, or set settings = {{"frozen": True}}'
+        fix = (
+            "leave them out of create_optimizer"
+            if not entry.is_trained
+            else f'{train}, or set settings = {{"frozen": True}}'
+        )
         yield Problem(where, what, fix)
 
 

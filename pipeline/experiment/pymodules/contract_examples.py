@@ -44,7 +44,7 @@ EXAMPLES = {
     "train_dataloader_args": 'train_dataloader_args = {"batch_size": 32, "num_workers": 0}',
     "eval_dataloader_args": 'eval_dataloader_args = {"batch_size": 32, "num_workers": 0}',
     "module": "module = MyNetwork(), a torch.nn.Module",
-    "settings": 'settings = {"frozen": False}',
+    "settings": 'settings = {"frozen": False}, or {"average_of": "backbone"} without a module',
     "ModuleTransform": "class ModuleTransform(BaseModuleTransform), with __call__(self, batch, modules)",
     "loss_registers": 'loss_registers = ["loss"], the registers that ModuleTransform returns',
     "metrics": 'metrics = ["f1"], the files of metrics/ that get what ModuleTransform returns under their names',

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import default_collate
 from pipeline.components import BaseDataTransform, BaseScheduler
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.pymodules.assumptions import Assumption
+from pipeline.experiment.pymodules.averages import AVERAGE_SETTINGS, average_problems, build_averages, read_average
 from pipeline.experiment.pymodules.contract_examples import BASES, EXAMPLES, required_methods
 from pipeline.experiment.pymodules.definitions import (
     Components,
@@ -100,7 +102,7 @@ class ContractReader:
                 for name, module in files["data_transforms"].items()
             },
             dataloaders={name: self._read_loading(module) for name, module in files["dataloaders"].items()},
-            modules={name: self._read_module(module) for name, module in files["modules"].items()},
+            modules=self._read_modules(files["modules"]),
             module_transforms={
                 name: self._read_module_transform(module) for name, module in files["module_transforms"].items()
             },
@@ -175,7 +177,18 @@ class ContractReader:
             self._assume(module, f"{name}['batch_size']", str(LoaderArguments.batch_size))
         return LoaderArguments(**{key: given[key] for key in known if key in given})
 
+    def _read_modules(self, files: Mapping[str, ModuleType]) -> dict[str, ModuleDefinition]:
+        modules = {name: self._read_module(module) for name, module in files.items()}
+        for name, what, fix in average_problems(modules):
+            self._report(files[name], "settings", what, fix)
+        return build_averages(modules)
+
     def _read_module(self, module: ModuleType) -> ModuleDefinition:
+        given = getattr(module, "settings", None)
+        average = read_average(given, hasattr(module, "module"), partial(self._report, module))
+        if average is not None:
+            # A copy of its source is put in its place once all modules are there.
+            return ModuleDefinition(nn.Module(), average=average)
         network = self._get(module, "module")
         if network is not None and not isinstance(network, nn.Module):
             fix = f"write {network.__name__}(…)" if inspect.isclass(network) else ""
@@ -185,7 +198,7 @@ class ContractReader:
             if given is not None:
                 self._report(module, "settings", f"must be a dict, but is {given!r}")
             given = {}
-        for key in sorted(set(given) - set(_MODULE_SETTINGS), key=str):
+        for key in sorted(set(given) - {*_MODULE_SETTINGS, *AVERAGE_SETTINGS}, key=str):
             what = f"is unknown; allowed are {', '.join(_MODULE_SETTINGS)}.{nearest(str(key), _MODULE_SETTINGS)}"
             self._report(module, f"settings[{key!r}]", what)
         for key, kind in _MODULE_SETTING_TYPES.items():

@@ -84,12 +84,31 @@ class WeightSource:
 
 
 @dataclass(frozen=True)
+class AverageSettings:
+    """How a module averages the weights of another one."""
+
+    source: str
+    # None: all updates count the same.
+    decay: float | None = 0.999
+    start_epoch: int = 1
+    every_steps: int = 1
+    # "instead" of the source, "beside" it in a second pass, or not at all.
+    evaluate: str | None = "instead"
+    update_bn: int = 0
+
+
+@dataclass(frozen=True)
 class ModuleDefinition:
     module: nn.Module
     frozen: bool = False
     compile: bool = False
     source: WeightSource | None = None
     shard: tuple[str, ...] | None = None
+    average: AverageSettings | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        return not self.frozen and self.average is None
 
 
 @dataclass(frozen=True)
@@ -140,12 +159,31 @@ class Components:
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:
-        return {name: entry.module for name, entry in self.modules.items() if not entry.frozen}
+        return {name: entry.module for name, entry in self.modules.items() if entry.is_trained}
 
     @property
     def frozen_modules(self) -> dict[str, nn.Module]:
         return {name: entry.module for name, entry in self.modules.items() if entry.frozen}
 
     @property
+    def averages(self) -> dict[str, AverageSettings]:
+        return {name: entry.average for name, entry in self.modules.items() if entry.average is not None}
+
+    @property
+    def changing_modules(self) -> dict[str, nn.Module]:
+        """The modules whose weights change during training: those that are trained, and averages of them."""
+        return {name: entry.module for name, entry in self.modules.items() if not entry.frozen}
+
+    @property
     def all_modules(self) -> dict[str, nn.Module]:
         return {name: entry.module for name, entry in self.modules.items()}
+
+    @property
+    def evaluated_modules(self) -> dict[str, nn.Module]:
+        """The modules as evaluations see them: averages that stand in for their source have its name, too."""
+        instead = {
+            settings.source: self.modules[name].module
+            for name, settings in self.averages.items()
+            if settings.evaluate == "instead"
+        }
+        return self.all_modules | instead

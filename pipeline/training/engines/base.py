@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -221,7 +222,7 @@ class GradientEngine(ABC):
         if self._has_new_flags:
             self._reduce_unfrozen(message)
         if self.scaler.is_enabled():
-            for optimizer in self._optimizers_with_gradients():
+            for optimizer in self._optimizers_with_gradients().values():
                 self.scaler.unscale_(optimizer)
         outcome = self._read_outcome(message)
         # Asked again: weights that no rank has used have lost the gradients that the reduction gave them.
@@ -231,9 +232,10 @@ class GradientEngine(ABC):
         if not outcome.skipped:
             if self._clip_norm is not None and outcome.norm > self._clip_norm:
                 self._clip(self._clip_norm, outcome.norm)
-            for optimizer in stepping:
+            for optimizer in stepping.values():
                 # Not scaler.step, which waits for the device: all ranks know that the gradients are finite.
                 optimizer.step()
+            outcome = replace(outcome, stepped=frozenset(stepping))
         if self.scaler.is_enabled():
             # A step that used no weight keeps the scale.
             self.scaler.update(None if stepping else self.scaler.get_scale())
@@ -243,12 +245,12 @@ class GradientEngine(ABC):
             self._set_up(self._trained)
         return outcome
 
-    def _optimizers_with_gradients(self) -> list[torch.optim.Optimizer]:
-        return [
-            optimizer
+    def _optimizers_with_gradients(self) -> dict[str, torch.optim.Optimizer]:
+        return {
+            name: optimizer
             for name, optimizer in self._experiment.optimizers.items()
             if any(parameter.grad is not None for parameter in self._parameters[name])
-        ]
+        }
 
     def _reduce_unfrozen(self, message: torch.Tensor) -> None:
         """Reduce the gradients of weights that are trained since this step, once all ranks have the same flags."""

@@ -11,6 +11,7 @@ from pipeline.arguments import parse_arguments
 from pipeline.monitoring.experiment_state import state_of
 from pipeline.monitoring.launch_record import record_launch
 from pipeline.paths import ExperimentPaths
+from pipeline.system import nvidia_smi
 from tests.support.experiments import tree, write_experiment
 from tests.support.running import run_inside
 from tests.support.verbs import call
@@ -149,3 +150,15 @@ def test_launch_whose_run_has_ended_is_not_starting(several: Path) -> None:
     assert state_of(paths) == "unfinished"
     record_launch(paths, 1)
     assert state_of(paths) == "starting"
+
+
+@pytest.mark.parametrize("verb", ["run", "launch"])
+def test_gpus_that_cannot_be_counted_are_not_taken_for_none(
+    several: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """One process on a machine of eight GPUs would waste a night."""
+    monkeypatch.setattr(nvidia_smi, "look_at_gpus", lambda seconds: ([], "nvidia-smi did not answer"))
+    assert call(several, verb, "tiny", "--print") == 2
+    said = capsys.readouterr()
+    assert "give the number of processes with --nproc N" in said.err
+    assert "--nproc" not in said.out

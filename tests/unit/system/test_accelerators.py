@@ -206,3 +206,13 @@ def test_gpus_of_other_makers_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     show_accelerator(monkeypatch, "xpu", 2)
     assert choose_device().device == torch.device("xpu", 0)
     assert backend_of(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
+
+
+def test_devices_without_uuids_differ_by_what_processes_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --virtual-local-rank shows each process one device, which all of them call number 0."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    identities = set[str]()
+    for visible in ("0", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        identities.add(device_identity(torch.device("cuda", 0)))
+    assert len(identities) == 2
