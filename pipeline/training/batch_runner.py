@@ -16,8 +16,10 @@ import torch
 from pipeline.components import BaseModuleTransform
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.distributed.processes import Processes
-from pipeline.errors import PipelineError
+from pipeline.errors import BrokenContract, PipelineError, Problem
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.pymodules.user_code import place_of
+from pipeline.experiment.settings.settings import FSDP
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
 from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader, count_nothing
@@ -62,6 +64,7 @@ class BatchRunner:
         self._processes = processes
         self._split = split
         self._trains = split == "train" and not evaluates
+        self._is_fsdp = experiment.settings.training.parallelism == FSDP
         components = experiment.components
         kind = "train" if self._trains else "eval"
         arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
@@ -162,6 +165,8 @@ class BatchRunner:
         definition = self._experiment.components.module_transforms[dataset]
         results = self._call("__call__", loaded.batch, ref, key)
         names = (*definition.loss_registers, *definition.metrics)
+        if self._is_fsdp and self._trains:
+            self._refuse_absent(dataset, results)
         losses = check_losses(
             results, self._registers[dataset], names, items, loaded.counts, self._file(dataset), self._processes.device
         )
@@ -185,6 +190,16 @@ class BatchRunner:
             if num_values > items[name]:
                 what = f"must count every value, but counts {items[name]} for {name!r}, of which {num_values} are not 0"
                 raise broken_count(self._file(ref.shape.dataset), what)
+
+    def _refuse_absent(self, dataset: str, results: object) -> None:
+        """Refuse results without an optimised register: other ranks would wait for the gradients of its modules."""
+        names = {register.name for register in self._registers[dataset] if register.optimize}
+        absent = sorted(names - set(results)) if isinstance(results, Mapping) else []
+        if absent:
+            where = place_of(self._file(dataset), "__call__")
+            what = f"must return {', '.join(absent)} for every batch with parallelism: fsdp, also without any items"
+            fix = "return values of 0 for what does not count, as torch's losses do with ignore_index"
+            raise BrokenContract(Problem(where, what, fix))
 
     def _file(self, dataset: str) -> Path:
         return self._experiment.folder / "module_transforms" / f"{dataset}.py"

@@ -69,7 +69,6 @@ class _TorchmetricsAdapter:
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
-        metric.sync_on_compute = False
         self._combinations = {name: _name_reduction(reduction) for name, reduction in metric._reductions.items()}
 
     @classmethod
@@ -151,7 +150,14 @@ def adapt(metric: Any) -> Adapter:
     """Return how to use a metric, whichever kind it is of."""
     if hasattr(metric, "combine"):
         return _OwnAdapter(metric)
+    # Metrics of torchmetrics would communicate in compute, which rank zero alone calls. Some hold others.
+    for part in metric.modules() if isinstance(metric, torch.nn.Module) else ():
+        setattr(part, "distributed_available_fn", _is_never_distributed)  # noqa: B010
     return _TorchmetricsAdapter(metric) if _TorchmetricsAdapter.knows(metric) else _GatheringAdapter(metric)
+
+
+def _is_never_distributed() -> bool:
+    return False
 
 
 def is_gathered(metric: Any) -> bool:

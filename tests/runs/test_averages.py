@@ -211,9 +211,7 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
         "is for averages: it needs average_of",
     ),
     "a module of its own": (
-        {
-            "pymodules/modules/ema.py": 'from torch import nn\n\nmodule = nn.Linear(1, 1)\nsettings = {"average_of": "trunk"}'
-        },
+        {"pymodules/modules/ema.py": (_TRUNK or "").replace('"frozen": False', '"average_of": "trunk"')},
         "module must not be defined, because average_of makes it a copy of its source",
     ),
     "two instead of one": (

@@ -148,6 +148,21 @@ def write(home: Path, batch_size: int = 3, step_min_items: int = 8, num_workers:
     return home
 
 
+def return_always(home: Path) -> None:
+    """Let the transform return the loss of labels for every batch, with 0 where there is no label."""
+    file = home / "experiment_settings/tiny/pymodules/module_transforms/text.py"
+    text = file.read_text()
+    for old, new in {
+        "if is_labelled.any():": "if True:",
+        'labels[is_labelled], batch["labels"][is_labelled], reduction': (
+            'labels, batch["labels"], ignore_index=IGNORED, reduction'
+        ),
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
 def recorded(home: Path, register: str, epoch: int = 1) -> dict[str, np.ndarray]:
     return read_any(home / DATA / f"loss_reg_data/train/{register}/step_data_{epoch}.npz")
 
@@ -265,6 +280,8 @@ def test_exact_gives_the_same_bits_on_one_to_five_processes(tmp_path: Path) -> N
 def test_killed_runs_end_with_the_same_bits(tmp_path: Path, engine: dict[str, Any]) -> None:
     """Killed at two processes with workers that count ahead, a run ends like one that was left alone."""
     undisturbed, killed = (write(tmp_path / name, 2, 11, num_workers=1, **engine) for name in ("undisturbed", "killed"))
+    for home in (undisturbed, killed) if "parallelism" in engine else ():
+        return_always(home)
     done = run_process(undisturbed, nproc=2)
     assert done.returncode == 0, done.stderr
     draw = random.Random(3)
@@ -296,6 +313,16 @@ _LABELS = 'int((batch["labels"] != IGNORED).sum())'
 _RETURN = '        return {\n            "token_loss": (batch'
 _NUMBERED = _RETURN.replace("        return", '        self.num = getattr(self, "num", 0) + 1\n        return')
 _NUMBERED = _NUMBERED.replace(": (batch", ": self.num * (batch")
+
+
+@pytest.mark.slow
+def test_absent_registers_are_refused_with_shards(tmp_path: Path) -> None:
+    """Another rank would wait for gradients that never come; the sentence comes before that."""
+    done = run_process(write(tmp_path, 1, 4, parallelism="fsdp"), nproc=2)
+    assert done.returncode == 1
+    assert "must return label_loss for every batch with parallelism: fsdp, also without any items" in done.stderr
+
+
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "negative": (
         'int((batch["labels"] != IGNORED).sum())',
