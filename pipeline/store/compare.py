@@ -47,7 +47,8 @@ def read_any(path: Path) -> Any:
         return load_tensors(path)
     if path.suffix == ".npz":
         return load_arrays(path)
-    return json.loads(path.read_text())
+    # What components and artifacts write may be of any kind.
+    return json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:

@@ -13,7 +13,13 @@ import pytest
 from tests.support.markdown import DOCS, ROOT, Snippet, snippets
 from tests.support.running import environment
 
-PAGES = sorted([*(DOCS / "how_to/recipes").glob("*.md"), *(DOCS / "tutorial").glob("*.md")])
+PAGES = sorted(
+    [
+        *(DOCS / "how_to/recipes").glob("*.md"),
+        *(DOCS / "tutorial").glob("*.md"),
+        DOCS / "how_to/measure_and_average.md",
+    ]
+)
 
 
 def run_script(script: str, home: Path) -> str:

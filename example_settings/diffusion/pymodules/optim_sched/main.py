@@ -1,0 +1,7 @@
+from torch.optim import Adam
+
+from pipeline.components import parameters
+
+
+def create_optimizer(modules):
+    return Adam(modules["net"].parameters(), lr=parameters.lr)

@@ -1,0 +1,3 @@
+from pipeline.components import MeanIoU
+
+metric = MeanIoU(num_classes=3)
