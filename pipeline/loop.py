@@ -29,7 +29,7 @@ _IMPROVEMENT = "improvement() of early_stopper.py"
 _STOP = "early_stop() of early_stopper.py"
 _KEEPS = "save_checkpoints() of checkpoint_saver.py"
 # The bar shows losses that all ranks must add up for it.
-_MIN_STEPS_BETWEEN_SHOWN_LOSSES = 10
+_MIN_STEPS_BETWEEN_SHOWN_LOSSES = 25
 
 
 class Loop:
