@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import disk_use, history, large_state, stall, throughput
+from benchmarks import disk_use, features, history, large_state, stall, throughput
 from benchmarks.driver import PEERS
 from benchmarks.rows import Row, as_text
 
@@ -30,6 +30,7 @@ _NOTE = (
 _SECTIONS: dict[str, tuple[Callable[[int], list[Row]], float]] = {
     "tiny": (partial(throughput.measure, "tiny"), 2.0),
     **{kind: (partial(throughput.measure, kind), 1.0) for kind in throughput.KINDS_OF_WORK if kind != "tiny"},
+    **{kind: (partial(features.measure, kind), 1.0) for kind in features.FEATURES},
     "start": (large_state.start, 0.5),
     "large": (large_state.measure, 0.35),
     "stall": (stall.measure, 0.5),

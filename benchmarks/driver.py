@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import experiment
-from benchmarks.turns import Job
+from benchmarks.turns import FUSED, WITH, Job
 from benchmarks.work import KINDS
 from tests.support.running import ENTRY, family, send
 
 HAND_WRITTEN, AGAIN, PIPELINE, EXACT = "hand-written", "again", "pipeline", "exact"
+PIPELINE_WITH, FUSED_WITH = f"{PIPELINE}{WITH}", f"{FUSED}{WITH}"
+_OURS = (PIPELINE, EXACT, PIPELINE_WITH)
+# The hand-written loops of kinds of work that need one of their own.
+_LOOPS = {"many": "benchmarks.hand_written_many"} | dict.fromkeys(
+    ("tokens", "metrics", "average"), "benchmarks.hand_written_features"
+)
 PEERS = {
     "lightning": "benchmarks.peers.lightning_trainer",
     "accelerate": "benchmarks.peers.accelerate_loop",
@@ -38,7 +44,7 @@ class Contender:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._output = Path(job.folder) / f"{job.name}.txt"
-        if job.name in (PIPELINE, EXACT) and not job.resumes:
+        if job.name in _OURS and not job.resumes:
             experiment.write(job)
         self.started = time.perf_counter()
         with self._output.open("w") as output:
@@ -49,9 +55,9 @@ class Contender:
         return [sys.executable, *torchrun, *self._program()]
 
     def _program(self) -> list[str]:
-        if self.job.name in (PIPELINE, EXACT):
+        if self.job.name in _OURS:
             return [str(ENTRY), self.job.name, "--auto", "--data-home", self.job.folder]
-        own = "benchmarks.hand_written" if self.job.kind != "many" else "benchmarks.hand_written_many"
+        own = _LOOPS.get(self.job.kind, "benchmarks.hand_written")
         return ["-m", PEERS.get(self.job.name, own)]
 
     def _environment(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import Job
+from benchmarks.turns import WITH, Job
 from benchmarks.work import DATASETS, KINDS, REGISTERS
 
 _DATASET = {
@@ -44,6 +44,71 @@ class ModuleTransform(BaseModuleTransform):
         return {{"loss_entropy": F.cross_entropy(modules["model"](batch["x"]), batch["y"], reduction="none")}}
 """,
 }
+# What kinds of work with a feature have in place of the files above, or besides them.
+_FEATURES = {
+    "tokens": {
+        "module_transforms/points.py": """
+import torch.nn.functional as F
+
+from pipeline.components import BaseModuleTransform
+from benchmarks.work import IGNORED, mask_labels
+
+loss_registers = ["loss_entropy"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        scores, targets = modules["model"](batch["x"]), mask_labels(batch["y"])
+        return {"loss_entropy": F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="none")}
+""",
+    },
+    "tokens_with": {
+        "module_transforms/points.py": """
+import torch.nn.functional as F
+
+from pipeline.components import BaseModuleTransform
+from benchmarks.work import IGNORED, mask_labels
+
+loss_registers = ["loss_entropy"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def count_items(self, batch):
+        return {"loss_entropy": (mask_labels(batch["y"]) != IGNORED).sum()}
+
+    def __call__(self, batch, modules):
+        scores, targets = modules["model"](batch["x"]), mask_labels(batch["y"])
+        return {"loss_entropy": F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="none")}
+""",
+    },
+    "average_with": {"modules/ema.py": 'settings = {"average_of": "model", "decay": 0.999, "evaluate": None}\n'},
+    "metrics_with": {
+        "metrics/f1.py": "from pipeline.components import F1\n\nmetric = F1(10)\n",
+        "metrics/miou.py": "from pipeline.components import MeanIoU\n\nmetric = MeanIoU(10)\n",
+        "metrics/first.py": "from pipeline.components import AUROC\n\nmetric = AUROC()\n",
+        "module_transforms/points.py": """
+import torch.nn.functional as F
+
+from pipeline.components import BaseModuleTransform
+
+loss_registers = ["loss_entropy"]
+metrics = ["f1", "miou", "first"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        scores, labels = modules["model"](batch["x"]), batch["y"]
+        return {
+            "loss_entropy": F.cross_entropy(scores, labels, reduction="none"),
+            "f1": (scores, labels),
+            "miou": (scores, labels),
+            "first": (scores[:, 0], labels == 0),
+        }
+""",
+    },
+}
+# The turn is an evaluation there, not a training epoch.
+_EVALUATED = {"metrics"}
 _MANY_MODULE = """
 from benchmarks.work import make_parts
 
@@ -122,11 +187,15 @@ def write(job: Job) -> None:
         "num_epochs": job.num_epochs,
         "saver": f"PeriodicCheckpointSaver({job.pool_period})" if job.pool_period else "BaseCheckpointSaver()",
     }
+    if job.kind in _EVALUATED:
+        texts["loss_weighter.py"] = texts["loss_weighter.py"].replace("train_epoch", "eval_epoch")
     pymodules = Path(job.folder) / "experiment_settings" / job.name / "pymodules"
     for file, text in texts.items():
         seed = datasets.index(Path(file).stem) if Path(file).stem in datasets else 0
         _write(pymodules / file, text.format(**values, seed=seed))
     for file, text in (_many_texts() if job.kind == "many" else _optimizer(["model"], job)).items():
+        _write(pymodules / file, text)
+    for file, text in _FEATURES.get(f"{job.kind}{WITH if job.has_feature else ''}", {}).items():
         _write(pymodules / file, text)
     for file, content in _settings(job).items():
         _write(pymodules.parent / "settings" / f"{file}.json", json.dumps(content))

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 # The hand-written loop with a fused optimizer.
 FUSED = "fused"
+# The end of the name of a contender that trains with a feature, beside one that trains without it.
+WITH = "_with"
 # Whoever waits must not take time from those who train.
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -43,6 +45,11 @@ class Job:
 
     def as_environment(self) -> dict[str, str]:
         return {"BENCH_JOB": json.dumps(asdict(self))}
+
+    @property
+    def has_feature(self) -> bool:
+        """Whether this contender trains with the feature whose cost is asked for."""
+        return self.name.endswith(WITH)
 
     @property
     def saved(self) -> Path:

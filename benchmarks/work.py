@@ -13,7 +13,8 @@ from torch import nn
 
 from pipeline.components import BaseDataset
 
-NUM_INPUTS, NUM_CLASSES, NUM_VAL_POINTS = 64, 10, 64
+NUM_INPUTS, NUM_CLASSES = 64, 10
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Kind:
     num_workers: int = 0
     # So many points are averaged to make one: the work of a decoder or an augmentation.
     num_mixed: int = 0
+    num_val_points: int = 64
     has_convolutions: bool = False
     # Whether every process has a batch of the same data in a step.
     is_shared_out: bool = True
@@ -41,6 +43,10 @@ KINDS = {
     "tiny": Kind(hidden=64, depth=1, steps=300),
     "compute": Kind(hidden=2560, depth=3, steps=20),
     "convolutions": Kind(hidden=64, depth=4, steps=20, has_convolutions=True),
+    # With and without a feature, see features.py.
+    "tokens": Kind(hidden=64, depth=1, steps=300),
+    "average": Kind(hidden=64, depth=4, steps=20, has_convolutions=True),
+    "metrics": Kind(hidden=64, depth=1, steps=2, num_val_points=4096),
     "loading": Kind(hidden=64, depth=1, steps=100, num_workers=2, num_mixed=48),
     "pools": Kind(hidden=1024, depth=4, steps=4),
     # Each of eight datasets has a batch in every step.
@@ -62,6 +68,11 @@ def make_model(kind: Kind) -> nn.Module:
     for _ in range(depth - 1):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, NUM_CLASSES))
+
+
+def mask_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return targets of which some are to be ignored."""
+    return labels.masked_fill(labels < 3, IGNORED)
 
 
 DATASETS = [f"d{number}" for number in range(8)]
@@ -95,7 +106,7 @@ class Points(BaseDataset):
 
     def __init__(self, kind: Kind, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        size = kind.num_points + NUM_VAL_POINTS
+        size = kind.num_points + kind.num_val_points
         self.inputs = torch.randn(size, NUM_INPUTS, generator=generator)
         self.labels = torch.randint(NUM_CLASSES, (size,), generator=generator)
         self._num_mixed, self._num_train = kind.num_mixed, kind.num_points

@@ -44,7 +44,7 @@ def test_stop_waits_for_the_end(paths: ExperimentPaths, capsys: pytest.CaptureFi
     with held(paths, partial(time.sleep, 0.3)):
         assert call(paths.home, "stop", "tiny", "--wait") == 0
     said = capsys.readouterr().out
-    assert "tiny: unfinished" in said
+    assert "tiny: stopped" in said
     assert "training_pipeline.py tiny" in said
 
 
@@ -81,7 +81,7 @@ def test_run_that_is_only_starting_is_waited_for(paths: ExperimentPaths, capsys:
     launched.start()
     assert call(paths.home, "stop", "tiny", "--wait") == 0
     launched.join()
-    assert "tiny: unfinished" in capsys.readouterr().out
+    assert "tiny: stopped" in capsys.readouterr().out
 
 
 def wait_for_request(paths: ExperimentPaths) -> None:

@@ -1,0 +1,34 @@
+"""What a feature costs here and in a hand-written loop: each with and without it, training in turn."""
+
+from __future__ import annotations
+
+import tempfile
+
+from benchmarks.driver import FUSED_WITH, PIPELINE, PIPELINE_WITH, Facts, play, table
+from benchmarks.rows import Row, Spread
+from benchmarks.turns import FUSED, Job
+
+_LABELS = {
+    "tokens": "j  cost of means over tokens that the data counts",
+    "metrics": "k  cost of three metrics in an evaluation",
+    "average": "l  cost of an EMA, convolutions",
+}
+FEATURES = tuple(_LABELS)
+
+
+def measure(kind: str, rounds: int) -> list[Row]:
+    """Return the row of one feature: its cost here, in units of its cost in the hand-written loop."""
+    names = [FUSED, FUSED_WITH, PIPELINE, PIPELINE_WITH]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [Job(kind, name, folder, num_epochs=rounds + 2) for name in names]
+        with table(jobs) as contenders:
+            facts = play(contenders, rounds)
+    by_hand = _cost(facts[FUSED_WITH], facts[FUSED])
+    ours = _cost(facts[PIPELINE_WITH], facts[PIPELINE])
+    ratio = Spread.of(one / other for one, other in zip(ours, by_hand, strict=True))
+    cells = {PIPELINE: ratio, FUSED: f"{Spread.of(by_hand)} with / without"}
+    return [Row(_LABELS[kind], "≤ 1.05", cells, {"with / without, ours": Spread.of(ours)})]
+
+
+def _cost(with_it: Facts, without_it: Facts) -> list[float]:
+    return [one["seconds"] / other["seconds"] for one, other in zip(with_it, without_it, strict=True)]
