@@ -15,7 +15,7 @@ def leave(folder: Path, rank: int, message: str) -> ProcessFailure:
     """Return the failure of a rank that has left a message, as a run leaves it."""
     file = folder / str(rank) / "error.json"
     file.parent.mkdir()
-    file.write_text(json.dumps({"message": {"message": message, "errorCode": 2, "extraInfo": {}}}))
+    file.write_text(json.dumps({"message": {"message": message, "errorCode": 2, "extraInfo": {"timestamp": "1"}}}))
     return ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(file))
 
 
