@@ -12,12 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.proof.experiments import write_deep
+from tests.runs.test_averages import average
+from tests.runs.test_counted_items import write as write_counted
+from tests.runs.test_metrics import MEASURED
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import BackgroundRun, environment, run_process
 from tests.support.simulated.environment import SIMULATED
@@ -71,6 +76,22 @@ def test_run_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     """BatchNorm, dropout, a frozen module, clipping, pinned batches, commits in the background, evaluation."""
     sim, cpu = on_both(tmp_path)
     assert data_of(sim) == data_of(cpu)
+
+
+@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_counts_metrics_and_averages_have_the_bits_of_the_cpu(tmp_path: Path, nproc: int | None) -> None:
+    """Items that the data counts, states on the device and on the host, an EMA with BatchNorm of its own."""
+    files = {**MEASURED, **average(decay=0.9, evaluate="beside", update_bn=3)}
+    writers: dict[str, Callable[[Path], object]] = {
+        "measured": partial(write_experiment, files=files),
+        "counted": write_counted,
+    }
+    for name, write in writers.items():
+        homes = tmp_path / name / "sim", tmp_path / name / "cpu"
+        for home in homes:
+            write(home)
+            finished(home, nproc=nproc, simulated=home.name == "sim")
+        assert data_of(homes[0]) == data_of(homes[1])
 
 
 def test_files_of_foreground_commits_name_no_device(tmp_path: Path) -> None:
