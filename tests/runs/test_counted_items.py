@@ -374,6 +374,4 @@ def test_register_for_evaluations_cannot_be_optimised(tmp_path: Path, capsys: py
 def test_check_says_what_is_held_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The price of a divisor that is data is named before it is paid."""
     assert call(write(tmp_path), "check", "tiny") == 0
-    assert "items: counted by text, so each process holds all of its batches of a step in memory" in (
-        capsys.readouterr().out
-    )
+    assert "items: counted by text, so each process holds all" in capsys.readouterr().out

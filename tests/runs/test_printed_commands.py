@@ -232,7 +232,7 @@ ELSEWHERE = {
     "command_lines.run_line",
     "launch.hosted_agent._conclude",
     # In tests/runs/test_nan.py and test_hosting.py.
-    "loop._after_step",
+    "loop._report_skipped",
     "commands.stop._kill_all",
     "launch.torchrun_command.start_in_background",
 }

@@ -16,7 +16,7 @@ from pipeline.checkpoint.snapshots import Snapshots
 
 def parts_of(records: SimpleNamespace, components: Any = None) -> PersistedParts:
     training = SimpleNamespace(checkpoint_in_background=components is not None, parallelism="ddp")
-    settings = SimpleNamespace(training=training)
+    settings = SimpleNamespace(training=training, register_names=())
     experiment = SimpleNamespace(components=components, settings=settings, optimizers={}, schedulers={})
     return PersistedParts(experiment, records)  # type: ignore[arg-type]
 
@@ -25,8 +25,8 @@ def test_copies_of_frozen_weights_go_with_the_first_commit() -> None:
     """What never changes is written once; a second copy of a large frozen module is not kept in memory."""
     policy = SimpleNamespace(save=print)
     policies = dict.fromkeys(("early_stopper", "checkpoint_saver", "loss_weighter"), policy)
-    modules = {"frozen_modules": {"f": nn.Linear(2, 2)}, "trained_modules": {"t": nn.Linear(2, 2)}}
-    components = SimpleNamespace(data_counters={}, **modules, **policies)
+    modules = {"frozen_modules": {"f": nn.Linear(2, 2)}, "changing_modules": {"t": nn.Linear(2, 2)}}
+    components = SimpleNamespace(data_counters={}, averages={}, **modules, **policies)
     taken: list[ref[torch.Tensor]] = []
     parts = parts_of(SimpleNamespace(epoch_files=lambda split: {}), components)
     changes = parts.initial_state()
@@ -74,8 +74,8 @@ def test_tensors_that_follow_an_evaluation_are_part_of_its_commit() -> None:
     module = nn.Linear(2, 2)
     policies = dict.fromkeys(("early_stopper", "checkpoint_saver"), SimpleNamespace(save=print))
     weighter = SimpleNamespace(save=print, get_loss_weight=lambda name: 1.0)
-    modules = {"frozen_modules": {}, "trained_modules": {}, "all_modules": {}}
-    components = SimpleNamespace(data_counters={}, loss_weighter=weighter, **modules, **policies)
+    modules = {"frozen_modules": {}, "changing_modules": {}, "all_modules": {}}
+    components = SimpleNamespace(data_counters={}, averages={}, loss_weighter=weighter, **modules, **policies)
     records = SimpleNamespace(losses={"val": {}}, epoch_files=lambda split: {})
     parts = parts_of(records, components)
     path = "module_ckps/swa/net.pt"
