@@ -198,9 +198,13 @@ def _read_states(held: Mapping[str, Any], arrays: Columns) -> dict[str, list[Bra
     states: dict[str, list[Branch[State]]] = {
         name: [Branch(int(start), int(size), None) for start, size in places] for name, places in held.items()
     }
+    if any(branch.start < 0 or branch.size < 1 for branches in states.values() for branch in branches):
+        raise ValueError("the batches of its metrics make no sense")
     for path, array in arrays.items():
         if path.startswith(f"{_METRICS}/"):
             _, name, number, kind, entry = path.split("/")
+            if not 0 <= int(number) < len(states[name]):
+                raise ValueError("the states of its metrics do not fit")
             branch = states[name][int(number)]
             tensor = torch.from_numpy(array)
             state = {**(branch.value or {}), entry: [tensor] if kind == _ROWS else tensor}

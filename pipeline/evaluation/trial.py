@@ -18,10 +18,11 @@ from pipeline.evaluation.batch_failures import explain_failure
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.training.averages import Averages
-from pipeline.training.batch_runner import BatchRunner, out_of_memory_explained
+from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.table import create_engine
-from pipeline.training.loaders import Batch
+from pipeline.training.loaders import Batch, LoadedBatch
+from pipeline.training.losses import Items
 from pipeline.training.metrics import MetricAccumulator
 from pipeline.training.step import BatchLosses, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, evaluation_refs
@@ -135,34 +136,18 @@ class Trial:
         dataset = ref.shape.dataset
         times = [time.perf_counter()]
         batch: Batch = None
-        values: dict[str, float] = {}
-        metrics = MetricAccumulator(self._experiment.components.metrics, self._experiment.folder, self._processes)
         try:
             loaded = next(runner.load([ref], points))
             batch = loaded.batch
             times.append(time.perf_counter())
             with out_of_memory_explained(batch, ref, self._processes.device):
                 items = runner.check_items(loaded, ref)
-                key = (*points.batch(ref).key, "check")
-                if engine is None:
-                    losses, arguments = runner.evaluate(loaded, ref, items, key)
-                    metrics.add(0, arguments)
-                    values = metrics.collect()
-                else:
-                    losses = runner.losses(loaded, ref, items, key)
-                runner.check_ignored(loaded, ref, losses, items)
-                totals = {name: loss.detach().sum(dtype=torch.float64) for name, loss in losses.items()}
-                means = {name: mean(float(total), items[name]) for name, total in totals.items()}
-                means |= {name: value for name, value in values.items() if not math.isnan(value)}
+                losses, means = self._run(runner, loaded, ref, items, (*points.batch(ref).key, "check"), split)
                 times.append(time.perf_counter())
                 if engine is not None:
-                    names = [name for name in losses if name in self._optimised]
-                    optimised = [losses[name] for name in names]
-                    scales = [1 / max(1, items[name]) for name in names]
-                    sums = [totals[name] for name in names]
                     # The requests travel with the last batch, in which the engine reduces the gradients.
                     requests = StepRequests() if is_last else None
-                    engine.add_batch(BatchAssignment(position, ref), BatchLosses(optimised, scales, sums), requests)
+                    engine.add_batch(BatchAssignment(position, ref), self._optimised_of(losses, items), requests)
                     times.append(time.perf_counter())
         # An author's code may also call sys.exit; the other datasets are tried all the same.
         except (Exception, SystemExit) as error:
@@ -173,6 +158,30 @@ class Trial:
             self._failures.add(failure)
             return explain_failure(error, self._experiment, dataset, split, batch)
         return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means, items)
+
+    def _run(
+        self, runner: BatchRunner, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key, split: str
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """Return the losses of a batch, and what there is to show of it: their means and, evaluated, its metrics."""
+        values: dict[str, float] = {}
+        if split == "train":
+            losses = runner.losses(loaded, ref, items, key)
+        else:
+            metrics = MetricAccumulator(self._experiment.components.metrics, self._experiment.folder, self._processes)
+            losses, arguments = runner.evaluate(loaded, ref, items, key)
+            metrics.add(0, arguments)
+            values = {name: value for name, value in metrics.collect().items() if not math.isnan(value)}
+        runner.check_ignored(loaded, ref, losses, items)
+        means = {name: mean(float(loss.detach().double().sum()), items[name]) for name, loss in losses.items()}
+        return losses, means | values
+
+    def _optimised_of(self, losses: dict[str, torch.Tensor], items: Items) -> BatchLosses:
+        names = [name for name in losses if name in self._optimised]
+        return BatchLosses(
+            [losses[name] for name in names],
+            [1 / max(1, items[name]) for name in names],
+            [losses[name].detach().sum(dtype=torch.float64) for name in names],
+        )
 
 
 def _first_batches(runner: BatchRunner) -> Iterator[BatchRef]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -32,27 +31,12 @@ from pipeline.experiment.pymodules.definitions import (
     OptimSched,
     WeightSource,
 )
+from pipeline.experiment.pymodules.loader_arguments import read_loader_arguments
 from pipeline.experiment.pymodules.source_files import COMPONENT_NAME
 from pipeline.experiment.pymodules.user_code import place_of
 
 # What is known of an author's value before its contract was checked: nothing.
 AuthorValue = Any
-_UNSAFE_LOADER_ARGUMENTS = {
-    "shuffle": "the epoch's plan shuffles",
-    "sampler": "the epoch's plan chooses the points",
-    "batch_sampler": "the epoch's plan makes the batches",
-    "drop_last": "no item is ever dropped",
-    "generator": "randomness is keyed",
-    "worker_init_fn": "randomness is keyed",
-    "collate_fn": "define collate_fn in the same file",
-    "dataset": "the dataset of the same name is used",
-}
-_LOADER_ARGUMENT_MINIMA = {"batch_size": 1, "num_workers": 0, "point_size": 1, "prefetch_factor": 1}
-_LOADER_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
-    "pin_memory": (bool,),
-    "persistent_workers": (bool,),
-    "timeout": (int, float),
-}
 _WEIGHT_SETTING_TYPES = {"strict": bool, "strip_prefix": str, "key_map": dict}
 _MODULE_SETTING_TYPES = {"frozen": bool, "compile": bool, **_WEIGHT_SETTING_TYPES}
 _MODULE_SETTINGS = (
@@ -143,39 +127,13 @@ class ContractReader:
     def _read_loader_arguments(
         self, module: ModuleType, name: str, default: AuthorValue, default_words: str
     ) -> LoaderArguments:
-        # Where the arguments are wrong, nothing is loaded: the problem is raised before.
-        unusable = LoaderArguments()
         given = self._get_or_assume(module, name, default, default_words)
         if given is None:
-            return unusable
-        if not isinstance(given, Mapping):
-            self._report(module, name, f"must be a dict, but is {given!r}")
-            return unusable
-        known = [argument.name for argument in fields(LoaderArguments)]
-        for key in sorted(set(given) - set(known), key=str):
-            if reason := _UNSAFE_LOADER_ARGUMENTS.get(key):
-                what = f"is not allowed: {reason}"
-            else:
-                what = f"is unknown; allowed are {', '.join(known)}.{nearest(str(key), known)}"
-            self._report(module, f"{name}[{key!r}]", what)
-        for key, minimum in _LOADER_ARGUMENT_MINIMA.items():
-            value = given.get(key, minimum)
-            if value is None and key == "prefetch_factor":
-                continue
-            # In Python, True is an integer.
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-                self._report(module, f"{name}[{key!r}]", f"must be an integer of {minimum} or more, but is {value!r}")
-        for key, kinds in _LOADER_ARGUMENT_TYPES.items():
-            if key in given and not isinstance(given[key], kinds):
-                self._report(module, f"{name}[{key!r}]", f"has a wrong type: {given[key]!r}")
-        if isinstance(given.get("timeout"), (int, float)) and given["timeout"] < 0:
-            self._report(module, f"{name}['timeout']", f"must be 0 or more, but is {given['timeout']!r}")
-        if given.get("multiprocessing_context") not in (None, "fork"):
-            what = "must be 'fork': workers share imported pymodules"
-            self._report(module, f"{name}['multiprocessing_context']", what)
-        if "batch_size" not in given:
+            # Nothing is loaded: the problem is raised before.
+            return LoaderArguments()
+        if isinstance(given, Mapping) and "batch_size" not in given:
             self._assume(module, f"{name}['batch_size']", str(LoaderArguments.batch_size))
-        return LoaderArguments(**{key: given[key] for key in known if key in given})
+        return read_loader_arguments(given, name, partial(self._report, module))
 
     def _read_modules(self, files: Mapping[str, ModuleType]) -> dict[str, ModuleDefinition]:
         modules = {name: self._read_module(module) for name, module in files.items()}
