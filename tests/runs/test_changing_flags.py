@@ -85,7 +85,7 @@ def weights(home: Path, module: str, pool: str = "last") -> torch.Tensor:
     [
         (1, "fast", "2,4"),
         pytest.param(2, "fast", "2,3", marks=pytest.mark.slow),
-        (3, "fast", "2,3"),
+        pytest.param(3, "fast", "2,3", marks=pytest.mark.slow),
         pytest.param(4, "fast", "2,3", marks=pytest.mark.slow),
         pytest.param(1, "exact", "2,5", marks=pytest.mark.slow),
         pytest.param(2, "exact", "2,3", marks=pytest.mark.slow),

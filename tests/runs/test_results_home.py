@@ -67,6 +67,7 @@ def test_verbs_look_there(homes: tuple[Path, Path], capsys: pytest.CaptureFixtur
     assert not (home / "experiment_results").exists()
 
 
+@pytest.mark.slow
 def test_proof_of_exactness_leaves_the_results_alone(homes: tuple[Path, Path]) -> None:
     """What verify-resume runs in a scratch folder never meets the experiment itself."""
     home, results = homes

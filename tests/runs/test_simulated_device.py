@@ -78,7 +78,8 @@ def test_run_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     assert data_of(sim) == data_of(cpu)
 
 
-@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [None, 2])
 def test_counts_metrics_and_averages_have_the_bits_of_the_cpu(tmp_path: Path, nproc: int | None) -> None:
     """Items that the data counts, states on the device and on the host, an EMA with BatchNorm of its own."""
     files = {**MEASURED, **average(decay=0.9, evaluate="beside", update_bn=3)}
