@@ -87,7 +87,7 @@ def build_session(
         evaluation=EvaluationStage(
             experiment, processes, val, records, partial(update_batchnorm, experiment, train, training.plan)
         ),
-        samples=Samples(experiment, val),
+        samples=Samples(experiment, processes, val),
         store=store,
         commits=Commits(store, in_background=experiment.settings.training.checkpoint_in_background),
         status=StatusFile(paths.status_file),

@@ -34,6 +34,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", nargs="?", metavar="EXP", help="an experiment with results; it may be running")
     parser.add_argument("--pool", default="best", help="the weights to evaluate: best, last, init, epoch_N")
+    parser.add_argument("--average", metavar="NAME", help="let this average stand in for its source")
     parser.add_argument("--split", choices=SPLITS, default="val", help="the points to evaluate (default: val)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write values and predictions: .json, .npz or .pt")
     parser.add_argument("--no-predictions", action="store_true", help="leave predictions out of the file")
@@ -82,6 +83,7 @@ def _evaluate_or_merge(arguments: argparse.Namespace, processes: Processes) -> N
         pool=arguments.pool,
         split=arguments.split,
         shard=arguments.shard or (0, 1),
+        average=arguments.average,
         # Predictions go into a file only.
         predicts=arguments.out is not None and not arguments.no_predictions,
         accepts_edited_copy=arguments.accept_edited_copy,

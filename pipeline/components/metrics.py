@@ -1,4 +1,4 @@
-"""Metrics: values of a whole split that are no means over items, such as F1, mIoU or AUROC."""
+"""Metrics: values of a whole split that are not means over items, such as F1, mIoU or AUROC."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 State = dict[str, torch.Tensor]
+# A variance that is this small beside the mean is rounding.
+_RELATIVE_ROUNDING = 1e-12
 
 
 class BaseMetric:
@@ -32,6 +34,14 @@ class BaseMetric:
         raise TypeError(f"{type(self).__name__} must define compute(state).")
 
 
+def _check_same_shape(name: str, values: torch.Tensor, targets: torch.Tensor) -> None:
+    # Broadcasting them would give a number that means nothing.
+    if values.shape != targets.shape:
+        raise ValueError(
+            f"{name} and targets must have one shape, but have {tuple(values.shape)} and {tuple(targets.shape)}."
+        )
+
+
 class ConfusionMatrix(BaseMetric):
     """Counts how often each class was taken for each other; the base of metrics of classes.
 
@@ -45,23 +55,31 @@ class ConfusionMatrix(BaseMetric):
         self.ignore_index = ignore_index
 
     def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> State:
+        num_classes = self.num_classes
         if predictions.dim() > targets.dim():
+            if predictions.shape[1] != num_classes:
+                raise ValueError(f"scores must be of {num_classes} classes, but are of {predictions.shape[1]}.")
             predictions = predictions.argmax(dim=1)
-        if predictions.shape != targets.shape:
-            raise ValueError(
-                f"predictions and targets must have one shape, but have {tuple(predictions.shape)} and "
-                f"{tuple(targets.shape)}."
-            )
-        # Ignored pairs are counted in a row of their own, which is cut off: a selection would wait for the device.
-        rows = targets.where(targets != self.ignore_index, self.num_classes).reshape(-1).long()
-        pairs = rows * self.num_classes + predictions.reshape(-1).long()
-        size = (self.num_classes + 1) * self.num_classes
-        counts = torch.zeros(size, dtype=torch.int64, device=pairs.device)
+        elif predictions.is_floating_point():
+            raise ValueError("predictions must be classes, or scores with the classes in dimension 1.")
+        _check_same_shape("predictions", predictions, targets)
+        # A selection would wait for the device, so all pairs are counted: what is ignored in a row of its own, and
+        # classes that do not exist in the last row and column.
+        rows = targets.where((targets >= 0) & (targets < num_classes), num_classes + 1)
+        rows = rows.where(targets != self.ignore_index, num_classes)
+        columns = predictions.where((predictions >= 0) & (predictions < num_classes), num_classes)
+        pairs = (rows * (num_classes + 1) + columns).reshape(-1).long()
+        counts = torch.zeros((num_classes + 2) * (num_classes + 1), dtype=torch.int64, device=pairs.device)
         counts.scatter_add_(0, pairs, torch.ones_like(pairs))
-        return {"matrix": counts.view(-1, self.num_classes)[: self.num_classes]}
+        return {"matrix": counts.view(num_classes + 2, num_classes + 1)}
 
     def compute(self, state: State) -> float | Mapping[str, float]:
-        return self.value(state["matrix"].double())
+        size = self.num_classes
+        matrix = state["matrix"]
+        num_unknown = int(matrix[size + 1].sum() + matrix[:size, size].sum())
+        if num_unknown:
+            raise ValueError(f"classes must be from 0 to {size - 1}, but {num_unknown} are not.")
+        return self.value(matrix[:size, :size].double())
 
     def value(self, matrix: torch.Tensor) -> float:
         """Return the value of a matrix whose rows are the classes of the targets."""
@@ -99,27 +117,27 @@ class MeanIoU(ConfusionMatrix):
 class R2(BaseMetric):
     """The share of the targets' variance that predictions explain; NaN if the targets are all the same."""
 
+    # A row per batch: sums of squares of the whole would cancel where targets are far from 0.
+    combine = "cat"
+
     def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> State:
-        if predictions.shape != targets.shape:
-            raise ValueError(
-                f"predictions and targets must have one shape, but have {tuple(predictions.shape)} and "
-                f"{tuple(targets.shape)}."
-            )
+        _check_same_shape("predictions", predictions, targets)
         targets = targets.double()
-        return {
-            "number": torch.tensor(targets.numel()),
-            "total": targets.sum(),
-            "squares": targets.square().sum(),
-            "errors": (predictions.double() - targets).square().sum(),
-        }
+        mean = targets.mean()
+        errors = (predictions.double() - targets).square().sum()
+        number = torch.full_like(mean, targets.numel())
+        return {"rows": torch.stack([number, mean, (targets - mean).square().sum(), errors]).view(1, 4)}
 
     def compute(self, state: State) -> float:
-        variation = state["squares"] - state["total"].square() / state["number"]
-        return float(1 - state["errors"] / variation) if variation > 0 else math.nan
+        numbers, means, within, errors = state["rows"].unbind(dim=1)
+        mean = (numbers * means).sum() / numbers.sum()
+        variation = within.sum() + (numbers * (means - mean).square()).sum()
+        is_constant = variation <= numbers.sum() * (mean * _RELATIVE_ROUNDING).square()
+        return math.nan if is_constant else float(1 - errors.sum() / variation)
 
 
 class AUROC(BaseMetric):
-    """The area under the ROC curve of scores for targets of 0 and 1; NaN if there is one class only.
+    """The area under the ROC curve of scores for targets of 0 and 1; NaN if there is one class only, or a NaN score.
 
     The scores of the whole split are kept, on the host.
     """
@@ -127,17 +145,14 @@ class AUROC(BaseMetric):
     combine = "cat"
 
     def update(self, scores: torch.Tensor, targets: torch.Tensor) -> State:
-        if scores.shape != targets.shape:
-            raise ValueError(
-                f"scores and targets must have one shape, but have {tuple(scores.shape)} and {tuple(targets.shape)}."
-            )
+        _check_same_shape("scores", scores, targets)
         return {"scores": scores.reshape(-1).float(), "targets": targets.reshape(-1).bool()}
 
     def compute(self, state: State) -> float:
         positive = state["targets"]
         num_positive = int(positive.sum())
         num_pairs = num_positive * (len(positive) - num_positive)
-        if not num_pairs:
+        if not num_pairs or state["scores"].isnan().any():
             return math.nan
         # The probability that a positive has the higher score, from ranks; equal scores share the mean of theirs.
         _, groups, sizes = state["scores"].unique(return_inverse=True, return_counts=True)

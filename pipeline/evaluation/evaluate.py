@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.checkpoint.parts import restore_counters
 from pipeline.checkpoint.snapshots import target_in
 from pipeline.distributed.processes import Processes
-from pipeline.errors import InvalidExperiment, PipelineError, Problem, UsageError
+from pipeline.errors import InvalidExperiment, PipelineError, Problem, UnreadableFile, UsageError, nearest
 from pipeline.evaluation.result import BLOCKS, Facts, Outcome
 from pipeline.experiment.assembly import Experiment, assemble_for_evaluation, read_metrics
 from pipeline.experiment.checks.data import read_splits
@@ -52,6 +52,8 @@ class Request:
     pool: str
     split: str
     shard: tuple[int, int]
+    # The average that stands in for its source, besides those that always do.
+    average: str | None
     predicts: bool
     accepts_edited_copy: bool
 
@@ -61,6 +63,8 @@ def evaluate(
 ) -> tuple[Outcome, list[tuple[str, Columns]]]:
     """Return the outcome on every rank, and on rank zero the predictions of all batches."""
     experiment, manifest, splits = _restore_pool(paths, processes, request)
+    if request.average is not None:
+        _check_average(experiment, request.average)
     # Before the pass, which may take hours: the copy may be edited before it ends, and this is what was loaded.
     code = fingerprint(digest_folder(paths.results))
     epoch = epoch_of(manifest, request.pool)
@@ -69,7 +73,7 @@ def evaluate(
     if request.predicts:
         predicting = processes.on_all_ranks(_find_predicting, experiment)
     with closing(BatchRunner(experiment, processes, request.split, evaluates=True)) as runner:
-        evaluation = EvaluationPass(experiment, processes, runner, request.shard)
+        evaluation = EvaluationPass(experiment, processes, runner, request.shard, request.average)
         is_whole = request.shard == (0, 1)
         if not is_whole:
             _refuse_gathered_metrics(experiment)
@@ -104,8 +108,17 @@ def evaluate(
             shape.dataset: shape.num_points * shape.point_size for shape in runner.shapes if shape.dataset in predicting
         },
     }
+    if request.average is not None:
+        facts["average"] = request.average
     outcome = Outcome(facts, request.shard, processes.world_size, sums, items, values, states)
     return outcome, predictions.gather(processes)
+
+
+def _check_average(experiment: Experiment, name: str) -> None:
+    known = list(experiment.components.averages)
+    if name not in known:
+        listed = ", ".join(known) or "none"
+        raise UsageError(f"No average {name!r}; there are {listed}.{nearest(name, known)}").shared()
 
 
 def compute_metrics(paths: ExperimentPaths, outcome: Outcome) -> Outcome:
@@ -120,6 +133,8 @@ def compute_metrics(paths: ExperimentPaths, outcome: Outcome) -> Outcome:
         )
     folder = paths.results / "pymodules"
     metrics = read_metrics(folder, parse_settings(read_contents(paths.results / "settings")))
+    if set(metrics) != set(outcome.states):
+        raise UnreadableFile(f"The shards must hold the metrics {', '.join(metrics)}, but do not.")
     return replace(outcome, metrics=MetricAccumulator(metrics, folder, Processes()).compute(outcome.states))
 
 

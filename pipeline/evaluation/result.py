@@ -42,6 +42,8 @@ BLOCKS = "blocks"
 class _Layout(TypedDict, total=False):
     # Which batches a shard has; the files of earlier versions do not say it.
     layout: str
+    # The average that stood in for its source by request.
+    average: str
 
 
 class Facts(_Layout):
@@ -155,9 +157,9 @@ def read_shard(path: Path) -> Outcome:
         sums = columns["sums"]
         if not 0 <= index < count:
             raise ValueError("its place among the shards makes no sense")
-        num_batches = len(_batches_of(facts, (index, count)))
+        batches = _batches_of(facts, (index, count))
         items = columns["items"] if "items" in columns else _planned_items(facts, sums.shape, index)
-        shape = (num_batches, len(facts["items"]))
+        shape = (len(batches), len(facts["items"]))
         is_shard = sums.dtype == np.float64 and items.dtype == np.int64
         if not is_shard or sums.shape != shape or items.shape != shape:
             raise ValueError("the sums of its batches do not fit")
@@ -167,7 +169,7 @@ def read_shard(path: Path) -> Outcome:
             int(about["world_size"]),
             sums,
             items,
-            states=_read_states(dict(about.get("metrics", {})), columns),
+            states=_read_states(dict(about.get("metrics", {})), columns, batches),
             predictions=_group_predictions(columns),
         )
         # Tried once, so that facts which are missing are reported with the name of this file.
@@ -189,20 +191,29 @@ def _flatten_states(states: Mapping[str, list[Branch[State]]]) -> Columns:
         for number, branch in enumerate(branches):
             for entry, value in (branch.value or {}).items():
                 kind = _ROWS if isinstance(value, list) else _VALUES
-                arrays[f"{_METRICS}/{name}/{number}/{kind}/{entry}"] = join_rows(value).numpy()
+                tensor = join_rows(value)
+                # numpy has no bfloat16, whose numbers are float32's as well.
+                plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+                arrays[f"{_METRICS}/{name}/{number}/{kind}/{entry}"] = plain.numpy()
     return arrays
 
 
-def _read_states(held: Mapping[str, Any], arrays: Columns) -> dict[str, list[Branch[State]]]:
-    """Return what ``_flatten_states`` made arrays of, or raise ValueError."""
+def _read_states(held: Mapping[str, Any], arrays: Columns, batches: range) -> dict[str, list[Branch[State]]]:
+    """Return what ``_flatten_states`` made arrays of, or raise ValueError if it is not the states of these batches."""
     states: dict[str, list[Branch[State]]] = {
         name: [Branch(int(start), int(size), None) for start, size in places] for name, places in held.items()
     }
-    if any(branch.start < 0 or branch.size < 1 for branches in states.values() for branch in branches):
-        raise ValueError("the batches of its metrics make no sense")
+    for branches in states.values():
+        following = batches.start
+        for branch in branches:
+            if branch.start != following or branch.size < 1:
+                raise ValueError("the batches of its metrics make no sense")
+            following += branch.size
+        if following != batches.stop:
+            raise ValueError("the batches of its metrics are not all of the shard's")
     for path, array in arrays.items():
         if path.startswith(f"{_METRICS}/"):
-            _, name, number, kind, entry = path.split("/")
+            _, name, number, kind, entry = path.split("/", 4)
             if not 0 <= int(number) < len(states[name]):
                 raise ValueError("the states of its metrics do not fit")
             branch = states[name][int(number)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.definitions import AverageSettings
 from pipeline.serialization.shard_index import is_sharded
@@ -69,32 +70,42 @@ class _Follower:
         self._source = source
         self._average = average
         self.num_updates = 0
-        self._copy(self._all_tensors())
+        _copy([*self._parameters(), *self._buffers()])
 
-    # Tensors are looked up each time: a module may replace a buffer by another tensor.
-    def _all_tensors(self) -> Iterator[_Pair]:
-        yield from zip(_tensors_of(self._average), _tensors_of(self._source), strict=True)
+    def _parameters(self) -> list[_Pair]:
+        pairs = zip(self._average.parameters(), self._source.parameters(), strict=True)
+        return [(_local(average), _local(source)) for average, source in pairs]
+
+    def _buffers(self) -> Iterator[_Pair]:
+        """Yield the saved buffers, once those are put in place that the source has and the average has not.
+
+        They are looked up each time: a module may replace a buffer by another tensor, also of another shape.
+        """
+        for average, source in zip(self._average.modules(), self._source.modules(), strict=True):
+            for name, buffer in source._buffers.items():
+                if name in source._non_persistent_buffers_set:
+                    continue
+                own = average._buffers.get(name)
+                if buffer is None or own is None or own.shape != buffer.shape or own.dtype != buffer.dtype:
+                    average._buffers[name] = None if buffer is None else buffer.detach().clone()
+                else:
+                    yield _local(own), _local(buffer)
 
     @torch.no_grad()
     def follow(self, epoch: int) -> None:
         """Take an update of the source into account."""
         if epoch < self._settings.start_epoch:
-            self._copy(self._all_tensors())
+            _copy([*self._parameters(), *self._buffers()])
             return
         self.num_updates += 1
         if self.num_updates % self._settings.every_steps:
             return
-        parameters = set(map(id, self._average.parameters()))
-        averaged: list[_Pair] = []
-        copied: list[_Pair] = []
-        for average, source in self._all_tensors():
-            is_averaged = id(average) in parameters and average.is_floating_point()
-            (averaged if is_averaged else copied).append((average, source))
-        weight = 1 - self._decay()
+        parameters = self._parameters()
+        averaged = [pair for pair in parameters if pair[0].is_floating_point()]
         if averaged:
-            averages, sources = (list(map(_local, tensors)) for tensors in zip(*averaged, strict=True))
-            torch._foreach_lerp_(averages, sources, weight)
-        self._copy(copied)
+            averages, sources = (list(tensors) for tensors in zip(*averaged, strict=True))
+            torch._foreach_lerp_(averages, sources, 1 - self._decay())
+        _copy([*(pair for pair in parameters if not pair[0].is_floating_point()), *self._buffers()])
 
     def _decay(self) -> float:
         """Return how much of the average is kept at this update."""
@@ -104,18 +115,13 @@ class _Follower:
             return (number - 1) / number
         return min(self._settings.decay, (1 + number) / (_WARMUP + number))
 
-    @staticmethod
-    @torch.no_grad()
-    def _copy(pairs: Iterable[_Pair]) -> None:
-        pairs = [(_local(average), _local(source)) for average, source in pairs]
-        if pairs:
-            targets, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(targets), list(sources))
 
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+@torch.no_grad()
+def _copy(pairs: list[_Pair]) -> None:
+    """Copy the source of each pair into its average."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,8 +136,14 @@ def update_batchnorm(experiment: Experiment, runner: BatchRunner, plan: StepPlan
     The statistics of a mean of weights are not the mean of their statistics. Every rank runs the same batches, so that
     the result does not depend on their number.
     """
+    # What runs beside the average must be in the mode in which it will be evaluated.
+    experiment.set_training(False)
     for name, settings in experiment.components.averages.items():
-        layers = [layer for layer in experiment.components.all_modules[name].modules() if isinstance(layer, _BatchNorm)]
+        layers = [
+            layer
+            for layer in experiment.components.all_modules[name].modules()
+            if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+        ]
         if not settings.update_bn or not layers:
             continue
         refs = _first_batches(plan, max(1, epoch), settings.update_bn)
@@ -149,6 +161,12 @@ def update_batchnorm(experiment: Experiment, runner: BatchRunner, plan: StepPlan
             for layer, momentum in zip(layers, momenta, strict=True):
                 layer.momentum = momentum
                 layer.eval()
+            if not all(int(layer.num_batches_tracked or 0) for layer in layers):
+                # All ranks have run the same batches.
+                raise PipelineError(
+                    f"update_bn of modules/{name}.py must reach all of its BatchNorm layers, but none of the first "
+                    f"{settings.update_bn} training batches uses some of them.\n  fix: raise update_bn, or set it to 0."
+                ).shared()
 
 
 def _first_batches(plan: StepPlan, epoch: int, num_batches: int) -> list[BatchRef]:

@@ -111,7 +111,7 @@ class BatchRunner:
         components = self._experiment.components
         if name is not None:
             average = components.averages[name]
-            self._modules = components.all_modules | {average.source: components.all_modules[name]}
+            self._modules = components.evaluated_modules | {average.source: components.all_modules[name]}
         try:
             yield
         finally:
@@ -188,7 +188,7 @@ class BatchRunner:
         for name in loaded.counts or ():
             num_values = int(losses[name].count_nonzero()) if name in losses else 0
             if num_values > items[name]:
-                what = f"must count every value, but counts {items[name]} for {name!r}, of which {num_values} are not 0"
+                what = f"must count every value, but counts {items[name]} for {name!r}, while {num_values} are not 0"
                 raise broken_count(self._file(ref.shape.dataset), what)
 
     def _refuse_absent(self, dataset: str, results: object) -> None:

@@ -223,9 +223,10 @@ class Prefetcher(Iterator[Loaded]):
     def look_ahead(self, num_batches: int) -> list[Loaded]:
         """Return the next batches, which stay there to be asked for."""
         self.load(num_batches)
-        if self._error is not None:
+        if len(self._loaded) < num_batches and self._error is not None:
             raise self._error
-        return list(self._loaded)
+        # A batch of a later step may have been loaded ahead.
+        return list(itertools.islice(self._loaded, num_batches))
 
     def __next__(self) -> Loaded:
         self.load()

@@ -98,9 +98,10 @@ def count_items(counts: Counts, registers: Sequence[LossRegister], num_items: in
         return items
     if not isinstance(counts, Mapping):
         raise broken_count(file, f"must return a dict of counts, but returned {type(counts).__name__}")
+    countable = [register.name for register in registers if register.per == "item"]
     for name, count in counts.items():
-        if name not in items:
-            raise broken_count(file, f"must return counts of {', '.join(items) or 'no register'}, but has {name!r}")
+        if name not in countable:
+            raise broken_count(file, f"must return counts of {', '.join(countable) or 'no register'}, but has {name!r}")
         # What is not an integer is left as the author's code returned it.
         if type(count) is not int or count < 0:
             raise broken_count(file, f"must return an integer of 0 or more for {name!r}, but returned {count!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,7 +74,11 @@ class _TorchmetricsAdapter:
     def knows(cls, metric: Any) -> bool:
         """Return whether all states of a metric are combined in a way that is known here."""
         reductions = getattr(metric, "_reductions", None)
-        return isinstance(reductions, Mapping) and all(map(_name_reduction, reductions.values()))
+        if not isinstance(reductions, Mapping) or not reductions:
+            return False
+        # One that wraps others keeps its states in them.
+        is_alone = not any(hasattr(part, "_reductions") for part in metric.modules() if part is not metric)
+        return is_alone and all(map(_name_reduction, reductions.values()))
 
     def state_of(self, arguments: Arguments) -> State:
         metric = self._metric
@@ -88,7 +91,9 @@ class _TorchmetricsAdapter:
         state = {}
         for name, how in self._combinations.items():
             value = getattr(metric, name)
-            state[name] = _prepare(torch.cat(value) if isinstance(value, list) and value else value, how)
+            if isinstance(value, list) and value:
+                value = torch.cat([torch.atleast_1d(rows) for rows in value])
+            state[name] = _prepare(value, how)
         metric.reset()
         return state
 
@@ -197,21 +202,21 @@ class MetricAccumulator:
         self._definitions = definitions
         self._folder = folder
         self._processes = processes
-        self._adapters = {name: adapt(definition.metric) for name, definition in definitions.items()}
+        self._adapters: dict[str, Adapter] = {}
         self._branches: dict[str, Branches[State]] = {}
         self.clear()
 
     def clear(self) -> None:
+        """Begin anew, also with how much a metric may gather."""
+        self._adapters = {name: adapt(definition.metric) for name, definition in self._definitions.items()}
         self._branches = {name: Branches[State](adapter.add) for name, adapter in self._adapters.items()}
 
     def add(self, position: int, arguments: Mapping[str, Arguments]) -> None:
         """Take what a batch has for each metric; one that it has nothing for is absent."""
         for name, branches in self._branches.items():
-            state: State = None
-            if name in arguments:
-                with self._explained(name, "update"):
-                    state = self._adapters[name].state_of(arguments[name])
-            branches.push(Branch(position, 1, state))
+            with self._explained(name, "update"):
+                state = self._adapters[name].state_of(arguments[name]) if name in arguments else None
+                branches.push(Branch(position, 1, state))
 
     def gather(self) -> dict[str, list[Branch[State]]]:
         """Return the combined states of all ranks on rank zero, by metric and in order, and forget them."""
@@ -227,12 +232,12 @@ class MetricAccumulator:
         """Return all values, from the states of all batches."""
         values: Values = {}
         for name, definition in self._definitions.items():
-            state = combine(self._adapters[name], gathered[name])
-            if state is None:
-                values |= dict.fromkeys(definition.names, math.nan)
-                continue
             with self._explained(name, "compute"):
-                values |= values_of(definition, self._adapters[name].compute(state))
+                state = combine(self._adapters[name], gathered[name])
+                if state is None:
+                    values |= dict.fromkeys(definition.names, math.nan)
+                else:
+                    values |= values_of(definition, self._adapters[name].compute(state))
         return values
 
     def collect(self) -> Values:
@@ -282,8 +287,8 @@ def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
 def _prepare(value: Any, how: str) -> Any:
     """Return an entry of a batch's state as it is kept: floats that are summed as float64, rows on the host."""
     if how == "cat":
-        rows = value if isinstance(value, torch.Tensor) else torch.empty(0)
-        return [(rows if rows.dim() else rows.view(1)).detach().to(CPU)] if isinstance(value, torch.Tensor) else []
+        # A copy of these rows alone: a view would keep all of the tensor that it is a part of.
+        return [torch.atleast_1d(_to_host(value))] if isinstance(value, torch.Tensor) else []
     value = value.detach()
     # A copy in any case: the metric may change its own state in place.
     if how != "sum":
@@ -307,9 +312,11 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 def join_rows(value: Any) -> torch.Tensor:
     """Return the rows of all batches as one tensor."""
-    if isinstance(value, list):
-        return torch.cat(value) if value else torch.empty(0)
-    return value  # type: ignore[no-any-return]
+    if not isinstance(value, list):
+        return value  # type: ignore[no-any-return]
+    # An empty one may have lost its type on the way, and must not change that of the others.
+    filled = [rows for rows in value if rows.numel()] or value
+    return torch.cat(filled) if filled else torch.empty(0)
 
 
 def _name_reduction(reduction: Any) -> str:
@@ -332,9 +339,11 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 def _to_host(value: Any) -> Any:
     """Return a value with all its tensors copied to the host."""
     if isinstance(value, torch.Tensor):
-        return copy.deepcopy(value.detach()) if value.device == CPU else value.detach().to(CPU)
+        return value.detach().clone() if value.device == CPU else value.detach().to(CPU)
     if isinstance(value, Mapping):
         return {key: _to_host(child) for key, child in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_host, value))
     if isinstance(value, (list, tuple)):
         return type(value)(_to_host(child) for child in value)
     return value

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.serialization.png import png_of
@@ -28,8 +29,9 @@ class Samples:
     modules must be in evaluation mode.
     """
 
-    def __init__(self, experiment: Experiment, runner: BatchRunner) -> None:
+    def __init__(self, experiment: Experiment, processes: Processes, runner: BatchRunner) -> None:
         self._experiment = experiment
+        self._processes = processes
         self._runner = runner
         self._max_bytes = experiment.settings.logging.artifacts_max_mb * _MB
         self._failed: set[tuple[str, str]] = set()
@@ -71,6 +73,7 @@ class Samples:
             if not hasattr(transform, method) or (method, dataset) in self._failed:
                 continue
             ref = BatchRef(shape, 0)
+            has_failed = False
             try:
                 (loaded,) = self._runner.load([ref], points)
                 key = (*points.batch(ref).key, method)
@@ -78,8 +81,11 @@ class Samples:
                     files |= collect(dataset, self._runner.bind(method, loaded, ref, key))
             except (Exception, SystemExit) as error:
                 # Samples are for people: a mistake in them must not end a training.
-                self._failed.add((method, dataset))
+                has_failed = True
                 where = f"module_transforms/{dataset}.py"
                 problem = user_problem(error, self._experiment.folder, where, must)
                 LOGGER.warning("%s. Training continues without %s of %s.", problem, method, dataset)
+            # Sharded modules take all ranks: if one does not ask again, the others must not, either.
+            if self._processes.any(has_failed) if self._experiment.is_sharded else has_failed:
+                self._failed.add((method, dataset))
         return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from pipeline.checkpoint.parts import PersistedParts
+from pipeline.experiment.pymodules.definitions import AverageSettings
 from pipeline.store.compare import first_difference, read_any
+from pipeline.training.averages import _Follower
 from tests.crash.campaign import live
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import run_inside, run_process
@@ -144,6 +147,43 @@ def test_batchnorm_of_an_average_is_computed_for_its_weights(tmp_path: Path) -> 
     )
 
 
+def test_statistics_are_computed_with_all_other_modules_as_in_an_evaluation(tmp_path: Path) -> None:
+    """Also before the first training epoch, and after a resume at an evaluation: nothing depends on the mode before."""
+    text = (FILES["pymodules/module_transforms/a.py"] or "").replace(
+        "outputs = modules",
+        'assert modules[self.head].training is modules["trunk"].training\n                outputs = modules',
+    )
+    files = {**average(update_bn=3, evaluate="beside"), "pymodules/module_transforms/a.py": text}
+    assert run_inside(write(tmp_path, files)).is_finished
+
+
+def test_average_that_is_not_evaluated_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """evaluate --average swaps it in, and names those there are."""
+    run_inside(write(tmp_path, average(decay=0.5, evaluate="beside")))
+    capsys.readouterr()
+    assert call(tmp_path, "evaluate", "tiny", "--pool", "last", "--average", "ema", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["values"]
+    assert found["loss_a"]["mean"] == values(tmp_path, "ema/loss_a")[-1]
+    assert call(tmp_path, "evaluate", "tiny", "--average", "em") == 2
+    assert "No average 'em'; there are ema. Did you mean 'ema'?" in capsys.readouterr().err
+
+
+def test_buffers_that_come_and_grow_are_followed() -> None:
+    """A cache that is not saved is left alone, and a saved buffer may be another tensor than before."""
+    source, follower = torch.nn.Linear(2, 2), None
+    source.register_buffer("cache", torch.zeros(0), persistent=False)
+    source.register_buffer("late", None)
+    follower = copy.deepcopy(source)
+    rule = _Follower(source, follower, AverageSettings("source", decay=0.5))
+    source.cache = torch.zeros(7)
+    source.late = torch.ones(3)
+    rule.follow(1)
+    source.late.fill_(2)
+    rule.follow(1)
+    assert torch.equal(follower.late, torch.full((3,), 2.0))
+    assert follower.cache.numel() == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"decay": 0.9}, {"decay": None, "start_epoch": 2, "update_bn": 5}], ids=str)
 def test_exact_gives_the_same_bits_on_one_to_five_processes(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -193,6 +233,12 @@ def test_clock_of_an_average_must_be_committed(tmp_path: Path, monkeypatch: pyte
     assert first_difference(whole / DATA, broken / DATA) is not None
 
 
+_UNCOPIED = """
+    from torch import nn
+    from torch.nn.utils import weight_norm
+
+    module = nn.Sequential(weight_norm(nn.Linear(6, 8, bias=False)), nn.BatchNorm1d(8))
+"""
 MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "unknown source": (average(average_of="trnk"), "average_of names 'trnk', but the trained modules are head_a"),
     "frozen source": (average(average_of="stem"), "must name a trained module, but stem is frozen"),
@@ -213,6 +259,14 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "a module of its own": (
         {"pymodules/modules/ema.py": (_TRUNK or "").replace('"frozen": False', '"average_of": "trunk"')},
         "module must not be defined, because average_of makes it a copy of its source",
+    ),
+    "a source that cannot be copied": (
+        {**average(), "pymodules/modules/trunk.py": _UNCOPIED},
+        "average_of needs a copy of its source, but copying it raises RuntimeError",
+    ),
+    "no evaluations": (
+        {**average(update_bn=2), "settings/training.json": '{"evaluation_interval": 0, "max_epochs": 1}'},
+        "update_bn needs evaluations, in which it is done, but evaluation_interval is 0",
     ),
     "two instead of one": (
         {**average(), "pymodules/modules/swa.py": 'settings = {"average_of": "trunk", "decay": None}\n'},

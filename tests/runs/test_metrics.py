@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchmetrics.classification import BinaryAccuracy
 from torchmetrics.regression import SpearmanCorrCoef
+from torchmetrics.wrappers import MinMaxMetric
 
+from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
+from pipeline.experiment.pymodules.definitions import MetricDefinition
 from pipeline.store.compare import first_difference, read_any
+from pipeline.training.metrics import MetricAccumulator, is_gathered
 from tests.crash.campaign import live
 from tests.support.experiments import FILES, tree, write_experiment
 from tests.support.running import run_inside, run_process
@@ -210,6 +216,35 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path, engine: dict[str, An
     assert first_difference(undisturbed / DATA, killed / DATA) is None
 
 
+def test_metric_may_be_listed_with_the_registers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its direction then stands there; that it is neither optimised nor trained on need not be said."""
+    listed = ["loss_a", "loss_b", {"name": "error", "optimize": False}]
+    r2: dict[str, Any] = {"name": "r2", "per": "split", "direction": "min"}
+    home = write(tmp_path, loss_registers={"loss_registers": [*listed, r2]})
+    assert run_inside(home).is_finished
+    assert np.argmin(values_of(home, "r2")) == read_any(home / DATA / "early_stopper_data/state.json")["best_epoch"]
+    write(tmp_path / "wrong", loss_registers={"loss_registers": [*listed, {**r2, "optimize": True}]})
+    assert call(tmp_path / "wrong", "check", "tiny") == 2
+    assert "register 'r2' is of a metric, which evaluations compute" in capsys.readouterr().err
+
+
+def test_what_a_metric_may_gather_is_counted_per_evaluation(tmp_path: Path) -> None:
+    """A long training has many evaluations, on every rank."""
+    definition = MetricDefinition(SimpleNamespace(update=print, compute=print, reset=print), ("x",), {"x": "max"})
+    accumulator = MetricAccumulator({"x": definition}, tmp_path, Processes())
+    for _ in range(3):
+        accumulator.add(0, {"x": torch.zeros(80)})
+        gathering = accumulator._adapters["x"]
+        assert gathering._num_bytes == 320  # type: ignore[attr-defined]
+        accumulator.gather()
+
+
+def test_metrics_that_hold_others_see_all_batches_themselves() -> None:
+    """Their states are those of the metric inside, which the wrapper does not show."""
+    assert is_gathered(MinMaxMetric(BinaryAccuracy()))
+    assert not is_gathered(BinaryAccuracy())
+
+
 def test_undefined_value_is_never_an_improvement(tmp_path: Path) -> None:
     """AUROC of one class is NaN: recorded, and no epoch becomes the best by it."""
     files = {
@@ -253,7 +288,7 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "unknown way to combine": (
         {"pymodules/metrics/r2.py": f'{_R2}metric.combine = "mean"\n'},
-        "combine must be one of sum, min, max, cat, but for 'number' it is 'mean'",
+        "combine must be one of sum, min, max, cat, but for 'rows' it is 'mean'",
     ),
     "a class": ({"pymodules/metrics/r2.py": "from pipeline.components import R2\n\nmetric = R2"}, "write R2(…)"),
     "neither better nor worse": (

@@ -30,6 +30,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
         yield from _policy_problems(components, settings, folder)
         if not failed & {"metrics", "module_transforms"}:
             yield from _metric_problems(components, settings, folder)
+    if "modules" not in failed:
+        yield from _average_problems(components, settings, folder)
     # Without any module, the loader has reported the empty folder.
     if components.modules and not components.trained_modules:
         frozen = ", ".join(components.frozen_modules)
@@ -137,6 +139,15 @@ def _metric_problems(components: Components, settings: Settings, folder: Path) -
         elif listed.is_metric and listed.name not in owners:
             where = _place_of_register(folder.parent / "settings" / "loss_registers.json", listed.name)
             yield Problem(where, f"register {listed.name!r} is per split, {_list_known(listed.name, sorted(owners))}")
+
+
+def _average_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield averages whose BatchNorm statistics would never be computed."""
+    for name, average in components.averages.items():
+        if average.update_bn and settings.training.evaluation_interval == 0:
+            where = place_of(folder / "modules" / f"{name}.py", "settings")
+            what = "update_bn needs evaluations, in which it is done, but evaluation_interval is 0"
+            yield Problem(where, what, "set update_bn to 0, or evaluation_interval to 1")
 
 
 def _place_of_register(settings_file: Path, register: str) -> str:

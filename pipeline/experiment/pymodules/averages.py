@@ -77,12 +77,17 @@ def average_problems(modules: Mapping[str, ModuleDefinition]) -> Iterator[tuple[
             stand_ins[average.source] = name
 
 
-def build_averages(modules: Mapping[str, ModuleDefinition]) -> dict[str, ModuleDefinition]:
-    """Return the modules with a copy of its source in the place of every average."""
+def build_averages(modules: Mapping[str, ModuleDefinition], report: Report) -> dict[str, ModuleDefinition]:
+    """Return the modules with a copy of its source in the place of every average; report one that cannot be copied."""
     built = dict(modules)
     for name, definition in modules.items():
         source = modules.get(definition.average.source) if definition.average else None
-        if source is not None and source.is_trained:
+        if source is None or not source.is_trained:
+            continue
+        try:
             network = copy.deepcopy(source.module)
+        except Exception as error:
+            report(name, f"{_OF} needs a copy of its source, but copying it raises {type(error).__name__}: {error}")
+        else:
             built[name] = replace(definition, module=network, compile=source.compile, shard=source.shard)
     return built

@@ -139,7 +139,11 @@ class ContractReader:
         modules = {name: self._read_module(module) for name, module in files.items()}
         for name, what, fix in average_problems(modules):
             self._report(files[name], "settings", what, fix)
-        return build_averages(modules)
+
+        def report(name: str, what: str) -> None:
+            self._report(files[name], "settings", what)
+
+        return build_averages(modules, report)
 
     def _read_module(self, module: ModuleType) -> ModuleDefinition:
         given = getattr(module, "settings", None)
@@ -223,7 +227,7 @@ class ContractReader:
             what = f"must be an instance, but is the class {metric.__name__}; write {metric.__name__}(…)"
             self._report(module, "metric", what)
         elif metric is not None and lacking:
-            what = f"must have the methods {', '.join(lacking)}, but {type(metric).__name__} has not"
+            what = f"must have the methods {', '.join(lacking)}, but {type(metric).__name__} lacks them"
             self._report(module, "metric", what, "inherit from pipeline.components.BaseMetric")
         names = self._read_names(module, "names") if hasattr(module, "names") else (name,)
         for register in names:

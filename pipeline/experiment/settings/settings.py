@@ -233,6 +233,8 @@ def parse_settings(contents: Contents) -> Settings:
 def _parse_register(entry: Json) -> LossRegister:
     # A register with defaults only may be written as its name alone.
     register = LossRegister(entry) if isinstance(entry, str) else LossRegister(**entry)
+    if register.is_metric:
+        return replace(register, optimize=False, splits=("val",))
     return replace(register, splits=tuple(register.splits))
 
 

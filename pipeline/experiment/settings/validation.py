@@ -202,6 +202,11 @@ def contradiction_problems(contents: Mapping[str, Mapping[str, Json]], folder: P
 def _register_contradictions(contents: Mapping[str, Mapping[str, Json]], path: Path) -> Iterator[Problem]:
     """Yield registers that are to be optimised, but are not recorded in training."""
     for index, register in enumerate(contents.get("loss_registers", {}).get("loss_registers", [])):
+        if isinstance(register, dict) and register.get("per") == "split":
+            if register.get("optimize", False) or "train" in register.get("splits", ["val"]):
+                what = f"register {register['name']!r} is of a metric, which evaluations compute"
+                yield Problem(f"{path} (loss_registers.{index})", what, 'remove "optimize" and "splits"')
+            continue
         is_optimised = isinstance(register, dict) and register.get("optimize", True)
         if is_optimised and "train" not in register.get("splits", ["train"]):
             what = f"register {register['name']!r} must be recorded in training to be optimised, but its splits are val"

@@ -100,3 +100,30 @@ def test_shapes_that_do_not_match_are_named(metric: BaseMetric, arguments: tuple
     """Broadcasting them would give a number that means nothing."""
     with pytest.raises(ValueError, match="must have one shape, but have"):
         metric.update(*arguments)
+
+
+MEANINGLESS: dict[str, tuple[BaseMetric, tuple[torch.Tensor, ...], str]] = {
+    "more outputs than classes": (F1(3), (torch.rand(4, 4), torch.zeros(4).long()), "of 3 classes, but are of 4"),
+    "probabilities": (Accuracy(2), (torch.tensor([0.9, 0.2]), torch.tensor([1, 0])), "must be classes, or scores"),
+    "a target that does not exist": (MeanIoU(3), (torch.tensor([0, 1]), torch.tensor([0, 3])), "0 to 2, but 1 are not"),
+    "a prediction that does not exist": (MeanIoU(3), (torch.tensor([3]), torch.tensor([0])), "0 to 2, but 1 are not"),
+}
+
+
+@pytest.mark.parametrize(("metric", "batch", "said"), MEANINGLESS.values(), ids=MEANINGLESS.keys())
+def test_classes_that_do_not_exist_are_refused(metric: BaseMetric, batch: tuple[torch.Tensor, ...], said: str) -> None:
+    """They would be counted as others, and the value would look right."""
+    with pytest.raises(ValueError, match=said):
+        evaluate(metric, [batch])
+
+
+def test_r2_of_large_targets_is_exact() -> None:
+    """Sums of squares would cancel, for time stamps for example."""
+    targets = torch.linspace(0, 1, 50, dtype=torch.float64) + 1.7e9
+    assert evaluate(R2(), list(zip(targets.split(9), targets.split(9), strict=True))) == 1.0
+    assert math.isnan(evaluate(R2(), [(targets[:9], torch.full((9,), 1.7))]))
+
+
+def test_auroc_of_a_diverged_model_is_not_a_number() -> None:
+    """It must not become the best."""
+    assert math.isnan(evaluate(AUROC(), [(torch.full((4,), math.nan), torch.tensor([1, 0, 1, 0]))]))

@@ -231,6 +231,8 @@ def test_batches_of_a_step_can_be_looked_at_before_they_are_asked_for() -> None:
     ahead = Prefetcher(iter(range(4)))
     ahead.load()
     assert ahead.look_ahead(3) == [0, 1, 2]
+    # A step in which this rank has no batch leaves what was loaded for a later one.
+    assert ahead.look_ahead(0) == []
     assert [*ahead] == [0, 1, 2, 3]
 
 
