@@ -46,15 +46,17 @@ def test_rate_from_the_command_line_is_trained_with_and_compared(
     assert "parameters lr 0.5, noise.std 0.1, name first" in capsys.readouterr().out
 
 
-def test_every_tracker_shows_the_parameters(tmp_path: Path) -> None:
+def test_every_tracker_shows_in_what_two_variants_differ(tmp_path: Path) -> None:
     """TensorBoard's HPARAMS, the config of W&B and the parameters of MLflow have what --set has changed."""
-    write_experiment(tmp_path, files=USING, logging=LOGGING)
-    logs = tmp_path / "experiment_logs/tiny"
-    run_inside(tmp_path, "--set", "parameters.lr=0.02", "--set", "parameters.noise.std=0", "--stop-after-epoch", "0")
-    expected = {"lr": 0.02, "noise.std": 0, "name": "first"}
-    assert tensorboard_parameters(logs) == expected
-    assert wandb_parameters(logs) == expected
-    assert mlflow_parameters(logs) == {name: str(value) for name, value in expected.items()}
+    for name, rate in {"tiny": 0.02, "variant": 0.5}.items():
+        write_experiment(tmp_path, name, files=USING, logging=LOGGING)
+        logs = tmp_path / "experiment_logs" / name
+        sets = ["--set", f"parameters.lr={rate}", "--set", "parameters.noise.std=0"]
+        run_inside(tmp_path, *sets, "--stop-after-epoch", "0", name=name)
+        expected = {"lr": rate, "noise.std": 0, "name": "first"}
+        assert tensorboard_parameters(logs) == expected
+        assert wandb_parameters(logs) == expected
+        assert mlflow_parameters(logs) == {name: str(value) for name, value in expected.items()}
 
 
 def test_parameters_are_frozen_with_the_settings(tmp_path: Path) -> None:
