@@ -128,6 +128,7 @@ class StatesWithoutSync(ResultsStore):
         self._disk.rename(staging, self._paths.state_file)
 
 
+@pytest.mark.slow
 def test_state_that_is_not_synced_is_caught(tmp_path: Path) -> None:
     """A power cut brings the old state.json back, and with it a commit that is older than was promised."""
     with pytest.raises((AssertionError, PipelineError)):

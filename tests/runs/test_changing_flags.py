@@ -118,6 +118,7 @@ def test_changed_flags_survive_a_kill(tmp_path: Path, nproc: int, reduction: str
         assert not torch.equal(weights(homes["whole"], module), weights(homes["whole"], module, "init"))
 
 
+@pytest.mark.slow
 def test_unfrozen_weights_are_reduced_over_processes(tmp_path: Path) -> None:
     """Two processes train unfrozen weights as one does: up to rounding, and with exact to the bit."""
     for name, reduction in (("alone", "exact"), ("exact", "exact"), ("fast", "fast")):

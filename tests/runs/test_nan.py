@@ -95,6 +95,7 @@ def paste(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_what_one_rank_met(tmp_path: Path) -> None:
     """A bad batch on one of two processes skips the same steps as in a single process, also across a resume."""
     files = spoil("loss * float('nan')", "training and 7 in batch['idx'] and self.register == 'loss_a'")

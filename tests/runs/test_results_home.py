@@ -25,6 +25,7 @@ def homes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "settings", tmp_path / "large disk"
 
 
+@pytest.mark.slow
 def test_everything_a_run_writes_lies_there(homes: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Under torchrun and hosted, stopped and continued by the printed line: the bits of an ordinary run."""
     home, results = homes

@@ -109,7 +109,10 @@ def test_cpu_can_be_asked_for_beside_an_accelerator(tmp_path: Path) -> None:
     assert "processes: 1 on cpu (--device cpu)" in done.stdout
 
 
-@pytest.mark.parametrize("step_min_items", [4, 16], ids=["one batch", "four batches"])
+@pytest.mark.parametrize(
+    "step_min_items",
+    [pytest.param(4, id="one batch"), pytest.param(16, id="four batches", marks=pytest.mark.slow)],
+)
 def test_step_adds_few_kernels_and_waits_once(tmp_path: Path, step_min_items: int) -> None:
     """A model with as many BatchNorm layers as a ResNet-50: a tenth more kernels at most, one wait of the host."""
     settings = {"data_loading": {"step_min_items": step_min_items}, "logging": {"text": {"every_steps": 1000}}}

@@ -117,6 +117,7 @@ def verify_numbers(home: Path, numbers: str, *words: str, files: dict[str, str |
     return verify(home, "--nproc", numbers, *words)
 
 
+@pytest.mark.slow
 def test_exactness_at_several_numbers_of_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each number runs uninterrupted, a resume changes it, and the output names what was proved."""
     assert verify_numbers(tmp_path, "1,2", "--steps", "2") == 0
