@@ -23,12 +23,15 @@ def measure(kind: str, rounds: int) -> list[Row]:
         jobs = [Job(kind, name, folder, num_epochs=rounds + 2) for name in names]
         with table(jobs) as contenders:
             facts = play(contenders, rounds)
-    by_hand = _cost(facts[FUSED_WITH], facts[FUSED])
-    ours = _cost(facts[PIPELINE_WITH], facts[PIPELINE])
-    ratio = Spread.of(one / other for one, other in zip(ours, by_hand, strict=True))
-    cells = {PIPELINE: ratio, FUSED: f"{Spread.of(by_hand)} with / without"}
-    return [Row(_LABELS[kind], "≤ 1.05", cells, {"with / without, ours": Spread.of(ours)})]
+    rows = []
+    for column, unit in {"seconds": "", "cpu": ", CPU time"}.items():
+        by_hand = _cost(facts[FUSED_WITH], facts[FUSED], column)
+        ours = _cost(facts[PIPELINE_WITH], facts[PIPELINE], column)
+        ratio = Spread.of(one / other for one, other in zip(ours, by_hand, strict=True))
+        cells = {PIPELINE: ratio, FUSED: f"with / without: {Spread.of(by_hand)}; ours: {Spread.of(ours)}"}
+        rows.append(Row(f"{_LABELS[kind]}{unit}", "≤ 1.05", cells))
+    return rows
 
 
-def _cost(with_it: Facts, without_it: Facts) -> list[float]:
-    return [one["seconds"] / other["seconds"] for one, other in zip(with_it, without_it, strict=True)]
+def _cost(with_it: Facts, without_it: Facts, column: str) -> list[float]:
+    return [one[column] / other[column] for one, other in zip(with_it, without_it, strict=True)]
