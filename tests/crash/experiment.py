@@ -61,7 +61,8 @@ EXPERIMENT: dict[str, str | None] = {
         module = nn.Linear(8, 1)
         settings = {}
     """,
-    # It is saved in every commit, while the folder of the new generation is there, and called on every rank.
+    # It is saved in every commit, while the folder of the new generation is there, and called on every rank. What ranks
+    # save to be compared is not part of one.
     "pymodules/loss_weighter.py": f"""
         import os
 
@@ -72,7 +73,8 @@ EXPERIMENT: dict[str, str | None] = {
 
         class Weighter(MovingAverageLossWeighter):
             def save(self, folder):
-                pass_gate("commit")
+                if "compared_" not in str(folder):
+                    pass_gate("commit")
                 super().save(folder)
 
             def after_train_step(self, losses):
