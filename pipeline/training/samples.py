@@ -37,7 +37,7 @@ class Samples:
         self._failed: set[tuple[str, str]] = set()
 
     def take_images(self, epoch: int) -> Files:
-        """Return PNG files by dataset and name. They are no part of the results."""
+        """Return PNG files by dataset and name. They are not part of the results."""
 
         def draw(dataset: str, images: Callable[..., Any]) -> Files:
             return {f"{dataset}/{name}": png_of(image) for name, image in images().items()}
