@@ -20,7 +20,7 @@ from pipeline.system.stop_requests import StopRequests
 from pipeline.training.averages import Averages, update_batchnorm
 from pipeline.training.batch_runner import BatchRunner
 from pipeline.training.engines.base import GradientEngine
-from pipeline.training.engines.table import create_engine
+from pipeline.training.engines.create import create_engine
 from pipeline.training.evaluation import EvaluationStage
 from pipeline.training.rank_comparison import RankComparison
 from pipeline.training.samples import Samples

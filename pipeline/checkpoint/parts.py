@@ -26,7 +26,6 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.definitions import Components
-from pipeline.experiment.settings.settings import FSDP
 from pipeline.paths import (
     ARTIFACTS,
     CHECKPOINT_SAVER_DATA,
@@ -107,7 +106,7 @@ class PersistedParts:
         self._records = records
         self._processes = processes or Processes()
         # Also with one process, whose modules are whole: the format of the files must not depend on the processes.
-        self.writes_shards = experiment.settings.training.parallelism == FSDP
+        self.writes_shards = experiment.settings.training.shards_modules
         # Filled by build_session, which has the objects whose values they are.
         self.run_values: list[RunValue] = []
         self._copies = experiment.settings.training.checkpoint_in_background

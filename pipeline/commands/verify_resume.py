@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 from pipeline.arguments import add_set_option, set_flags
 from pipeline.errors import PipelineError, UsageError
-from pipeline.experiment.settings.settings import FSDP, parse_settings, read_contents
+from pipeline.experiment.settings.settings import parse_settings, read_contents
 from pipeline.lifecycle.mode import unknown_experiment
 from pipeline.paths import ExperimentPaths, data_home, settings_names
 from pipeline.tracing.comparison import Comparison, compare_runs, count_batches, describe_world_sizes, life_name
@@ -111,7 +111,7 @@ def _refuse_without_exact(paths: ExperimentPaths, arguments: argparse.Namespace)
         return
     changes = ["training.gradient_reduction=exact"]
     # Both are refused together with exact, so without these the printed line would not run.
-    if training.parallelism == FSDP:
+    if training.shards_modules:
         changes.append("training.parallelism=ddp")
     if training.sync_batchnorm:
         changes.append("training.sync_batchnorm=false")

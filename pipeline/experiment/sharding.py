@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.pymodules.definitions import ModuleDefinition
-from pipeline.experiment.settings.settings import FSDP, TrainingSettings
+from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.serialization.shard_index import is_sharded
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def mesh_of(processes: Processes, settings: TrainingSettings) -> DeviceMesh | None:
     """Return the mesh of all processes, if there are several and the settings ask for sharding."""
     # One process keeps plain modules. The files it writes are the same.
-    if settings.parallelism != FSDP or processes.world_size == 1:
+    if not settings.shards_modules or processes.world_size == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh
 

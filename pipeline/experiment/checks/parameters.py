@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pipeline.errors import Problem
 from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition
 from pipeline.experiment.pymodules.user_code import place_of
-from pipeline.experiment.settings.settings import FSDP, Settings, TrainingSettings
+from pipeline.experiment.settings.settings import Settings, TrainingSettings
 from pipeline.experiment.sharding import is_spread, sharding_units
 from pipeline.serialization.npz_files import is_entry_name
 
@@ -33,8 +33,8 @@ def sync_batchnorm_problems(device: torch.device) -> Iterator[Problem]:
 def sparse_problems(components: Components, settings: Settings, folder: Path, world_size: int) -> Iterator[Problem]:
     """Yield embeddings whose sparse gradients cannot be added over ranks."""
     training = settings.training
-    if training.parallelism == FSDP:
-        reason = f"parallelism: {FSDP}"
+    if training.shards_modules:
+        reason = f"parallelism: {training.parallelism}"
     elif training.is_exact:
         reason = f"gradient_reduction: {training.gradient_reduction}"
     elif world_size > 1:
@@ -124,9 +124,9 @@ def sharding_problems(components: Components, settings: TrainingSettings, folder
                 more = f" and {len(paths) - _MAX_UNITS_SHOWN} more" if len(paths) > _MAX_UNITS_SHOWN else ""
                 what = f"settings['shard'] must name submodules, but {pattern!r} fits none; there are {listed}{more}"
                 yield Problem(where, what)
-        if settings.parallelism == FSDP and is_spread(definition):
+        if settings.shards_modules and is_spread(definition):
             yield from _unit_problems(definition, where)
-    if settings.parallelism == FSDP:
+    if settings.shards_modules:
         yield from _tying_problems(components, folder)
 
 

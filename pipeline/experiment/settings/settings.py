@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.errors import InvalidExperiment, Problem, UsageError, nearest
 from pipeline.experiment.pymodules.assumptions import MAX_EPOCHS
+from pipeline.experiment.settings.engines import ENGINES
 from pipeline.experiment.settings.json_source import Document, Json, parse_json, read_document
 from pipeline.experiment.settings.parameters import (
     PARAMETERS,
@@ -29,7 +30,6 @@ from pipeline.experiment.settings.validation import (
 
 # What the settings files say, by file and key: what overrides change and what is frozen into the copy.
 Contents = dict[str, dict[str, Json]]
-FSDP = "fsdp"
 # What a command line may change of a module, though it is not a settings file.
 _MODULES = "modules"
 _CKP = "load_weights_from_ckp"
@@ -81,7 +81,12 @@ class TrainingSettings:
 
     @property
     def is_exact(self) -> bool:
-        return self.gradient_reduction == "exact"
+        return ENGINES[self.gradient_reduction].is_exact
+
+    @property
+    def shards_modules(self) -> bool:
+        """Return whether each of several processes holds shards of the modules."""
+        return self.parallelism in ENGINES
 
     def uses_deterministic_kernels(self, device_type: str) -> bool:
         """Return whether torch must choose deterministic kernels; off the CPU, exact sums need them."""

@@ -13,33 +13,11 @@ from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError
 
 from pipeline.errors import Problem, nearest
+from pipeline.experiment.settings.engines import ENGINES, keys_of_engines
 from pipeline.experiment.settings.json_source import Document, Json, JsonPath
 
 SETTINGS_FILES = ("data_loading", "logging", "loss_registers", "training")
 _MAX_PROBLEMS = 100
-# Pairs of keys and values of training.json that exclude each other, and why.
-_CONTRADICTIONS = (
-    (
-        ("gradient_reduction", "exact"),
-        ("sync_batchnorm", True),
-        "torch adds those statistics in an order that depends on the number of processes",
-    ),
-    (
-        ("parallelism", "fsdp"),
-        ("gradient_reduction", "exact"),
-        "torch adds the gradients of shards in an order that depends on the number of processes",
-    ),
-    (
-        ("parallelism", "fsdp"),
-        ("sync_batchnorm", True),
-        "its layers were not tried inside modules that are sharded",
-    ),
-    (
-        ("gradient_reduction", "exact"),
-        ("on_rank_difference", "broadcast"),
-        "a rank that is overwritten has computed other bits before, which exact promises not to happen",
-    ),
-)
 # What other trainers call things, and where they are set here.
 _OPTIMIZER = (
     "the optimizer and its learning rate are created in pymodules/optim_sched/*.py; a value that you tune goes into "
@@ -92,6 +70,9 @@ def hint(key: str, known: Sequence[str]) -> str:
 def schema(name: str) -> dict[str, Json]:
     """Return the schema of ``settings/<name>.json``."""
     loaded: dict[str, Json] = json.loads(_schema_text(name))
+    if name == "training":
+        for engine, key in keys_of_engines().items():
+            loaded["properties"][key]["enum"].append(engine)
     return loaded
 
 
@@ -190,13 +171,13 @@ def contradiction_problems(contents: Mapping[str, Mapping[str, Json]], folder: P
     path = folder / "training.json"
     yield from _mixture_contradictions(contents, folder / "data_loading.json")
     yield from _register_contradictions(contents, folder / "loss_registers.json")
-    for (key, value), (other_key, other_value), why in _CONTRADICTIONS:
-        if training.get(key) == value and training.get(other_key) == other_value:
-            yield Problem(
-                f"{path} ({key})",
-                f"{json.dumps(value)} does not go together with {other_key}: {json.dumps(other_value)}, because {why}",
-                "change one of them",
-            )
+    for engine, key in keys_of_engines().items():
+        if training.get(key) != engine:
+            continue
+        for (other_key, value), why in ENGINES[engine].excludes.items():
+            if training.get(other_key) == value:
+                what = f"does not go together with {other_key}: {json.dumps(value)}, because {why}"
+                yield Problem(f"{path} ({key})", f"{json.dumps(engine)} {what}", "change one of them")
 
 
 def _register_contradictions(contents: Mapping[str, Mapping[str, Json]], path: Path) -> Iterator[Problem]:
