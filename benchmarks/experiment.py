@@ -67,14 +67,14 @@ class ModuleTransform(BaseModuleTransform):
 import torch.nn.functional as F
 
 from pipeline.components import BaseModuleTransform
-from benchmarks.work import IGNORED, mask_labels
+from benchmarks.work import FIRST_COUNTED, IGNORED, mask_labels
 
 loss_registers = ["loss_entropy"]
 
 
 class ModuleTransform(BaseModuleTransform):
     def count_items(self, batch):
-        return {"loss_entropy": (mask_labels(batch["y"]) != IGNORED).sum()}
+        return {"loss_entropy": (batch["y"] >= FIRST_COUNTED).sum()}
 
     def __call__(self, batch, modules):
         scores, targets = modules["model"](batch["x"]), mask_labels(batch["y"])

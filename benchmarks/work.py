@@ -15,6 +15,8 @@ from pipeline.components import BaseDataset
 
 NUM_INPUTS, NUM_CLASSES = 64, 10
 IGNORED = -100
+# Labels below are ignored where tokens are counted.
+FIRST_COUNTED = 3
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def make_model(kind: Kind) -> nn.Module:
 
 def mask_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return targets of which some are to be ignored."""
-    return labels.masked_fill(labels < 3, IGNORED)
+    return labels.masked_fill(labels < FIRST_COUNTED, IGNORED)
 
 
 DATASETS = [f"d{number}" for number in range(8)]

@@ -185,11 +185,6 @@ class Loop:
         self._pace.add(report.step, report.seconds, report.data_seconds)
         if report.outcome.skipped:
             self._report_skipped(epoch, report)
-        # Of the experiment if its last epoch is known, else of the epoch.
-        plan = session.training.plan
-        last_epoch = max(epoch, self._max_epochs or epoch)
-        steps_done = plan.steps_through(epoch - 1) + report.step
-        eta_seconds = self._pace.seconds_for(plan.steps_through(last_epoch) - steps_done)
         every = self._settings.logging.every_steps
         is_logged = report.step % every == 0 or report.step == report.num_steps
         # All ranks add up what the bar shows: whether rank zero has a terminal, the others do not know.
@@ -202,17 +197,24 @@ class Loop:
         if is_logged:
             num_logged = (report.step - 1) % every + 1
             losses = shown_losses(session.records.losses, "train", self._weights(), num_logged)
-            log_detail(step_line(epoch, report, session.experiment, session.processes.device, eta_seconds, losses))
+            eta = self._eta_seconds(epoch, report.step)
+            log_detail(step_line(epoch, report, session.experiment, session.processes.device, eta, losses))
         if session.processes.is_rank_zero and session.status.is_due():
             self.write_status(
                 Progress(TRAINING, epoch, report.step),
                 num_steps=report.num_steps,
                 max_epochs=self._max_epochs,
                 step_seconds=self._pace.step_seconds,
-                eta=eta_seconds,
+                eta=self._eta_seconds(epoch, report.step),
                 epoch_eta=self._pace.seconds_for(report.num_steps - report.step),
                 memory=memory_in_mb(session.processes.device),
             )
+
+    def _eta_seconds(self, epoch: int, step: int) -> float:
+        """Return the time until the end of the experiment if its last epoch is known, else of the epoch."""
+        plan = self._session.training.plan
+        last_epoch = max(epoch, self._max_epochs or epoch)
+        return self._pace.seconds_for(plan.steps_through(last_epoch) - plan.steps_through(epoch - 1) - step)
 
     def _report_skipped(self, epoch: int, report: StepReport) -> None:
         """Warn of a skipped step, of several in a row once; end the run if there are too many."""

@@ -59,18 +59,19 @@ class ConfusionMatrix(BaseMetric):
         if predictions.dim() > targets.dim():
             if predictions.shape[1] != num_classes:
                 raise ValueError(f"scores must be of {num_classes} classes, but are of {predictions.shape[1]}.")
-            predictions = predictions.argmax(dim=1)
+            columns = predictions.argmax(dim=1)
         elif predictions.is_floating_point():
             raise ValueError("predictions must be classes, or scores with the classes in dimension 1.")
-        _check_same_shape("predictions", predictions, targets)
+        else:
+            columns = predictions.where((predictions >= 0) & (predictions < num_classes), num_classes).long()
+        _check_same_shape("predictions", columns, targets)
         # A selection would wait for the device, so all pairs are counted: what is ignored in a row of its own, and
         # classes that do not exist in the last row and column.
         rows = targets.where((targets >= 0) & (targets < num_classes), num_classes + 1)
         rows = rows.where(targets != self.ignore_index, num_classes)
-        columns = predictions.where((predictions >= 0) & (predictions < num_classes), num_classes)
-        pairs = (rows * (num_classes + 1) + columns).reshape(-1).long()
+        pairs = columns.add(rows, alpha=num_classes + 1).reshape(-1)
         counts = torch.zeros((num_classes + 2) * (num_classes + 1), dtype=torch.int64, device=pairs.device)
-        counts.scatter_add_(0, pairs, torch.ones_like(pairs))
+        counts.scatter_(0, pairs, 1, reduce="add")
         return {"matrix": counts.view(num_classes + 2, num_classes + 1)}
 
     def compute(self, state: State) -> float | Mapping[str, float]:

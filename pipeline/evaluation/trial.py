@@ -20,7 +20,7 @@ from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.engines.base import GradientEngine
-from pipeline.training.engines.table import create_engine
+from pipeline.training.engines.create import create_engine
 from pipeline.training.loaders import Batch, LoadedBatch
 from pipeline.training.losses import Items
 from pipeline.training.metrics import MetricAccumulator
@@ -36,7 +36,7 @@ class TriedBatch:
     split: str
     seconds: list[float]
     losses: dict[str, float]
-    items: dict[str, int]
+    items: Items
 
 
 class Trial:

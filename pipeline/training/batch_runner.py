@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import BrokenContract, PipelineError, Problem
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import place_of
-from pipeline.experiment.settings.settings import FSDP
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
 from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader, count_nothing
@@ -64,7 +61,7 @@ class BatchRunner:
         self._processes = processes
         self._split = split
         self._trains = split == "train" and not evaluates
-        self._is_fsdp = experiment.settings.training.parallelism == FSDP
+        self._shards_modules = experiment.settings.training.shards_modules
         components = experiment.components
         kind = "train" if self._trains else "eval"
         arguments = {name: getattr(loading, kind) for name, loading in components.dataloaders.items()}
@@ -90,6 +87,10 @@ class BatchRunner:
             for name, dataset in components.datasets.items()
         }
         self._modules = components.all_modules if self._trains else components.evaluated_modules
+        # Built once: they are asked for with every batch.
+        self._planned_items: dict[tuple[str, int], Items] = {}
+        folder = experiment.folder / "module_transforms"
+        self._files = {name: folder / f"{name}.py" for name in components.datasets}
         # By dataset, the registers that its module transform feeds in this split.
         recorded = experiment.settings.registers_of("train" if self._trains else "val")
         self._registers = {
@@ -141,11 +142,17 @@ class BatchRunner:
         for loader in self._loaders.values():
             loader.close()
 
-    def items(self, loaded: LoadedBatch | None, ref: BatchRef) -> dict[str, int]:
+    def items(self, loaded: LoadedBatch | None, ref: BatchRef) -> Items:
         """Return how many items of each register a batch has; without the batch, how many if none are counted."""
         dataset = ref.shape.dataset
-        counts = None if loaded is None else loaded.counts
-        return count_items(counts, self._registers[dataset], ref.num_items, self._file(dataset))
+        registers = self._registers[dataset]
+        if loaded is not None and loaded.counts is not None:
+            return count_items(loaded.counts, registers, ref.num_items, self._files[dataset])
+        # Asked of every batch of all ranks in every step, and the same for all but the last of a pass.
+        key = (dataset, ref.num_items)
+        if key not in self._planned_items:
+            self._planned_items[key] = count_items(None, registers, ref.num_items, self._files[dataset])
+        return self._planned_items[key]
 
     def losses(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> dict[str, torch.Tensor]:
         """Run one batch through the modules; everything random in it follows from ``key``."""
@@ -158,27 +165,27 @@ class BatchRunner:
         losses, results = self._run(loaded, ref, items, key)
         dataset = ref.shape.dataset
         metrics = self._experiment.components.module_transforms[dataset].metrics
-        return losses, check_arguments(results, metrics, self._file(dataset)) if metrics else {}
+        return losses, check_arguments(results, metrics, self._files[dataset]) if metrics else {}
 
     def _run(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> tuple[dict[str, torch.Tensor], Any]:
         dataset = ref.shape.dataset
         definition = self._experiment.components.module_transforms[dataset]
         results = self._call("__call__", loaded.batch, ref, key)
         names = (*definition.loss_registers, *definition.metrics)
-        if self._is_fsdp and self._trains:
+        if self._shards_modules and self._trains:
             self._refuse_absent(dataset, results)
         losses = check_losses(
-            results, self._registers[dataset], names, items, loaded.counts, self._file(dataset), self._processes.device
+            results, self._registers[dataset], names, items, loaded.counts, self._files[dataset], self._processes.device
         )
         return losses, results
 
-    def check_items(self, loaded: LoadedBatch, ref: BatchRef) -> dict[str, int]:
+    def check_items(self, loaded: LoadedBatch, ref: BatchRef) -> Items:
         """Return the items of a batch; refuse counts that are others when they are asked for again."""
         dataset = ref.shape.dataset
         again = self._counter_of(dataset)(loaded.batch)
         if again != loaded.counts:
             what = f"must return the same for the same batch, but returned {loaded.counts!r} and then {again!r}"
-            raise broken_count(self._file(dataset), what)
+            raise broken_count(self._files[dataset], what)
         return self.items(loaded, ref)
 
     def check_ignored(
@@ -189,20 +196,17 @@ class BatchRunner:
             num_values = int(losses[name].count_nonzero()) if name in losses else 0
             if num_values > items[name]:
                 what = f"must count every value, but counts {items[name]} for {name!r}, while {num_values} are not 0"
-                raise broken_count(self._file(ref.shape.dataset), what)
+                raise broken_count(self._files[ref.shape.dataset], what)
 
     def _refuse_absent(self, dataset: str, results: object) -> None:
         """Refuse results without an optimised register: other ranks would wait for the gradients of its modules."""
         names = {register.name for register in self._registers[dataset] if register.optimize}
         absent = sorted(names - set(results)) if isinstance(results, Mapping) else []
         if absent:
-            where = place_of(self._file(dataset), "__call__")
+            where = place_of(self._files[dataset], "__call__")
             what = f"must return {', '.join(absent)} for every batch with parallelism: fsdp, also without any items"
             fix = "return values of 0 for what does not count, as torch's losses do with ignore_index"
             raise BrokenContract(Problem(where, what, fix))
-
-    def _file(self, dataset: str) -> Path:
-        return self._experiment.folder / "module_transforms" / f"{dataset}.py"
 
     def predictions(self, batch: Batch, ref: BatchRef, key: Key) -> object:
         """Let the module transform predict for a batch whose losses are known."""
@@ -217,12 +221,11 @@ class BatchRunner:
         transform = self._experiment.module_transforms[ref.shape.dataset]
         seed_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
-        with contextlib.ExitStack() as around:
-            if dtype is not None:
-                around.enter_context(torch.autocast(self._processes.device.type, dtype=dtype))
-            # In rounds all ranks run the same modules at once, so collectives of FSDP and SyncBatchNorm meet.
-            if not self._experiment.runs_in_rounds:
-                around.enter_context(collectives_refused(f"module_transforms/{ref.shape.dataset}.py"))
+        autocast = nullcontext() if dtype is None else torch.autocast(self._processes.device.type, dtype=dtype)
+        # In rounds all ranks run the same modules at once, so collectives of FSDP and SyncBatchNorm meet.
+        is_alone = not self._experiment.runs_in_rounds
+        guard = collectives_refused(f"module_transforms/{ref.shape.dataset}.py") if is_alone else nullcontext()
+        with autocast, guard:
             return getattr(transform, method)(batch, self._modules, *more)
 
 
@@ -245,19 +248,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
-@contextmanager
-def out_of_memory_explained(batch: Batch, ref: BatchRef, device: torch.device) -> Iterator[None]:
+class out_of_memory_explained:  # noqa: N801 (used like a function)
     """Turn a lack of memory in this block into one sentence that names the batch."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, PipelineError) or not is_out_of_memory(error):
-            raise
-        dataset = ref.shape.dataset
-        shapes = ", ".join(islice(_shapes(batch), _MAX_SHOWN_TENSORS)) or type(batch).__name__
+
+    def __init__(self, batch: Batch, ref: BatchRef, device: torch.device) -> None:
+        self._batch = batch
+        self._ref = ref
+        self._device = device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, PipelineError):
+            return
+        if not is_out_of_memory(error):
+            return
+        dataset = self._ref.shape.dataset
+        shapes = ", ".join(islice(_shapes(self._batch), _MAX_SHOWN_TENSORS)) or type(self._batch).__name__
         raise PipelineError(
-            f"Out of memory on {device} in a batch of dataset {dataset!r} with batch_size {ref.shape.batch_size}: "
-            f"{shapes}.\n"
+            f"Out of memory on {self._device} in a batch of dataset {dataset!r} with batch_size "
+            f"{self._ref.shape.batch_size}: {shapes}.\n"
             f"  fix: lower batch_size in pymodules/dataloaders/{dataset}.py, which leaves the items of a step as they "
             "are, or set precision to bf16 in settings/training.json; then start again with --reset."
         ) from error

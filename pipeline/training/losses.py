@@ -129,7 +129,11 @@ def check_losses(
         raise _broken(file, what, f'return {{"{all_names[0]}": …}}')
     listed = ", ".join(all_names)
     present = [register for register in registers if register.name in losses]
-    absent = {register.name for register in registers if register.optimize and items[register.name]} - set(losses)
+    absent = [
+        register.name
+        for register in registers
+        if register.name not in losses and register.optimize and items[register.name]
+    ]
     if absent:
         what = f"must return all of its loss_registers, {listed}, but lacks {', '.join(sorted(absent))}"
         fix = (
@@ -153,21 +157,26 @@ def _check_loss(
 ) -> None:
     name = register.name
     num_values = loss.numel() if isinstance(loss, torch.Tensor) else -1
-    given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
     if register.per == "batch":
         if num_values != 1:
-            what = f'must return one value per batch for {name!r}, as its "per" is "batch", but returned {given}'
+            what = f'must return one value per batch for {name!r}, as its "per" is "batch", but {_returned(loss)}'
             raise _broken(file, what, "return a tensor with one element, for example with .mean()")
     elif is_counted and num_values < num_items:
-        what = f"must return a value for each of the {num_items} items that count_items gave for {name!r}, but returned"
-        raise _broken(file, f"{what} {given}", 'use reduction="none", or count what there is a value for')
+        what = f"must return a value for each of the {num_items} items that count_items gave for {name!r}"
+        raise _broken(
+            file, f"{what}, but {_returned(loss)}", 'use reduction="none", or count what there is a value for'
+        )
     elif not is_counted and num_values != num_items:
-        what = f"must return one value per item for {name!r}, here {num_items}, but returned {given}"
+        what = f"must return one value per item for {name!r}, here {num_items}, but {_returned(loss)}"
         raise _broken(file, *_explain_shape(loss, num_items, what))
     assert isinstance(loss, torch.Tensor)
     if loss.device != device:
         what = f"must return {name!r} on the device of the run, {device}, but it is on {loss.device}"
         raise _broken(file, what, "compute it from the tensors of the batch, or move it with .to(self.device)")
+
+
+def _returned(loss: object) -> str:
+    return f"returned a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"returned {loss!r}"
 
 
 def _broken(file: Path, what: str, fix: str) -> BrokenContract:

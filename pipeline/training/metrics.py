@@ -33,6 +33,9 @@ class Adapter(Protocol):
 
     def add(self, left: State, right: State) -> State: ...
 
+    def pack(self, state: State) -> State:
+        """Return a state as it is sent to another rank: on the host, in few tensors."""
+
     def compute(self, state: State) -> object: ...
 
 
@@ -57,6 +60,9 @@ class _OwnAdapter:
 
     def add(self, left: State, right: State) -> State:
         return _add_states(left, right, self._combination)
+
+    def pack(self, state: State) -> State:
+        return _join_state(state)
 
     def compute(self, state: State) -> object:
         assert state is not None
@@ -100,6 +106,9 @@ class _TorchmetricsAdapter:
     def add(self, left: State, right: State) -> State:
         return _add_states(left, right, lambda name: self._combinations[name])
 
+    def pack(self, state: State) -> State:
+        return _join_state(state)
+
     def compute(self, state: State) -> object:
         assert state is not None
         metric = self._metric
@@ -137,6 +146,10 @@ class _GatheringAdapter:
 
     def add(self, left: State, right: State) -> State:
         return _add_states(left, right, lambda name: "cat")
+
+    def pack(self, state: State) -> State:
+        # What each update takes stays apart.
+        return state
 
     def compute(self, state: State) -> object:
         assert state is not None
@@ -221,7 +234,9 @@ class MetricAccumulator:
     def gather(self) -> dict[str, list[Branch[State]]]:
         """Return the combined states of all ranks on rank zero, by metric and in order, and forget them."""
         held = {
-            name: [Branch(branch.start, branch.size, _to_host(branch.value)) for branch in branches.held]
+            name: [
+                Branch(branch.start, branch.size, self._adapters[name].pack(branch.value)) for branch in branches.held
+            ]
             for name, branches in self._branches.items()
         }
         self.clear()
@@ -308,6 +323,16 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "max": torch.maximum,
     "cat": lambda left, right: left + right,
 }
+
+
+def _join_state(state: State) -> State:
+    """Return a state on the host, with the rows of all batches as one tensor."""
+    if state is None:
+        return None
+    return {
+        name: [join_rows(value)] if isinstance(value, list) and value else _to_host(value)
+        for name, value in state.items()
+    }
 
 
 def join_rows(value: Any) -> torch.Tensor:

@@ -69,6 +69,8 @@ class TrainingStage:
         self._registers = experiment.settings.registers_of("train")
         transforms = experiment.components.module_transforms.values()
         self._counts_items = any(definition.counts_items for definition in transforms)
+        # The counts of the next step, and what waits until those of all ranks are added.
+        self._counting: tuple[torch.Tensor, Callable[[], object]] | None = None
         names = [register.name for register in self._registers]
         self._accumulator = LossAccumulator(names, self.plan.max_batches, processes)
         # How many steps have losses that are still on the device.
@@ -112,9 +114,9 @@ class TrainingStage:
         loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
         batches = self.plan.step(epoch, index)
-        assignments = self._assign(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
+        assignments = self._assignments(batches)
         if self._counts_items:
-            items = self._sum_counted_items(assignments, loading)
+            items = self._counted_items(assignments, loading)
         else:
             items = self._add_items(self._runner.items(None, ref) for ref in batches)
         scales = self._loss_scales(items)
@@ -133,6 +135,9 @@ class TrainingStage:
             # The losses are needed after this step; the engine's wait for the device is one for them too.
             self._accumulator.fetch()
         outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
+        num_steps = self.plan.steps_of(epoch)
+        if self._counts_items and index + 1 < num_steps and not outcome.stop:
+            self._begin_counting(self._assignments(self.plan.step(epoch, index + 1)), loading)
         self._averages.after_update(outcome.stepped, epoch)
         cause = self._find_cause(epoch, batches) if outcome.skipped and not outcome.overflowed else ""
 
@@ -150,7 +155,6 @@ class TrainingStage:
         self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
-        num_steps = self.plan.steps_of(epoch)
         return StepReport(index + 1, num_steps, seconds, loading.seconds - loaded, outcome, cause)
 
     def _run_batch(
@@ -188,20 +192,39 @@ class TrainingStage:
             [losses[name] for name in names], [scales[name] for name in names], [sums[name] for name in names]
         )
 
-    def _sum_counted_items(self, assignments: list[BatchAssignment], loading: Prefetcher[LoadedBatch]) -> list[int]:
-        """Return how many items of all ranks each register gets in a step in which the data says how many.
+    def _assignments(self, batches: list[BatchRef]) -> list[BatchAssignment]:
+        """Return which batches of a step are this rank's."""
+        return self._assign(list(enumerate(batches)), self._processes.rank, self._processes.world_size)
+
+    def _begin_counting(self, assignments: list[BatchAssignment], loading: Prefetcher[LoadedBatch]) -> None:
+        """Begin to add up over the ranks how many items each register gets in a step.
 
         A mean needs the items of all ranks before the first backward pass, so this rank's batches are loaded now.
         """
         loaded = zip(assignments, loading.look_ahead(len(assignments)), strict=True)
         own = [self._runner.items(batch, given.ref) for given, batch in loaded if not given.is_stand_in]
         # On the CPU: the counts are there, and a device would have to be waited for.
-        return self._processes.sum(torch.tensor(self._add_items(own))).tolist()
+        counts = torch.tensor(self._add_items(own))
+        self._counting = (counts, self._processes.all_reduce_async(counts))
+
+    def _counted_items(self, assignments: list[BatchAssignment], loading: Prefetcher[LoadedBatch]) -> list[int]:
+        """Return how many items of all ranks each register gets in a step in which the data says how many."""
+        if self._counting is None:
+            # In the first step of an epoch or of a run; later ones were counted while the step before ended.
+            self._begin_counting(assignments, loading)
+        assert self._counting is not None
+        counts, wait = self._counting
+        self._counting = None
+        wait()
+        return counts.tolist()
 
     def _add_items(self, batches: Iterable[Mapping[str, int]]) -> list[int]:
         """Return the number of items of each register in some batches, in the settings' order."""
-        all_items = list(batches)
-        return [sum(items.get(register.name, 0) for items in all_items) for register in self._registers]
+        totals = {register.name: 0 for register in self._registers}
+        for items in batches:
+            for name, count in items.items():
+                totals[name] += count
+        return list(totals.values())
 
     def _loss_scales(self, items: list[int]) -> dict[str, float]:
         """Return, for each optimised register, the factor of one item's loss in the step's loss."""
