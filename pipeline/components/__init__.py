@@ -23,6 +23,7 @@ from pipeline.components.loss_weighters import (
 from pipeline.components.losses import Losses, LossRecord, num_finished_epochs, weighted_loss
 from pipeline.components.metrics import AUROC, F1, R2, Accuracy, BaseMetric, ConfusionMatrix, MeanIoU
 from pipeline.components.module_transforms import BaseModuleTransform
+from pipeline.components.optimizers import sharpness_aware
 from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
 from pipeline.components.stateful import Stateful, load_json, save_json
 from pipeline.components.trackers import BaseTracker, Image, Point, TrackedRun
@@ -70,5 +71,6 @@ __all__ = [
     "num_finished_epochs",
     "parameters",
     "save_json",
+    "sharpness_aware",
     "weighted_loss",
 ]

@@ -26,6 +26,7 @@ from pipeline.training.losses import Items
 from pipeline.training.metrics import MetricAccumulator
 from pipeline.training.step import BatchLosses, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, evaluation_refs
+from pipeline.training.turns import Turn, TurnPlan
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,19 @@ class Trial:
         # A hook sees a gradient when it is added, whatever the engine does with it until the step ends.
         parameters = dict(self._trained_parameters())
         hooks = [parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in parameters.values()]
-        engine.begin_step(len(refs))
-        is_complete = True
-        for position, ref in enumerate(refs):
-            result = self._try_batch(runner, ref, "train", engine, position, is_last=ref is refs[-1])
-            is_complete = is_complete and isinstance(result, TriedBatch)
-            yield result
-        for hook in hooks:
-            hook.remove()
-        runner.close()
-        self.untouched = [name for name, parameter in parameters.items() if id(parameter) not in touched]
-        # The update needs the gradients of all batches.
-        if is_complete:
+        turns = TurnPlan(experiment.components.optim_sched, experiment.settings)
+        for number, turn in enumerate(turns.different_turns()):
+            engine.begin_step(len(refs), turn)
+            is_complete = True
+            for position, ref in enumerate(refs):
+                result = self._try_batch(runner, ref, "train", engine, position, turn, is_last=ref is refs[-1])
+                is_complete = is_complete and isinstance(result, TriedBatch)
+                # Each batch is shown once.
+                if number == 0 or isinstance(result, Problem):
+                    yield result
+            # The update needs the gradients of all batches.
+            if not is_complete:
+                break
             began = time.perf_counter()
             try:
                 engine.finish_step((experiment.settings.training.seed, "check"))
@@ -106,6 +108,10 @@ class Trial:
                 where = str(experiment.folder / "optim_sched")
                 yield user_problem(error, experiment.folder, where, "an update must work")
             self.update_seconds = time.perf_counter() - began
+        for hook in hooks:
+            hook.remove()
+        runner.close()
+        self.untouched = [name for name, parameter in parameters.items() if id(parameter) not in touched]
 
     def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module_name, module in self._experiment.components.trained_modules.items():
@@ -128,6 +134,7 @@ class Trial:
         split: str,
         engine: GradientEngine | None = None,
         position: int = 0,
+        turn: Turn | None = None,
         *,
         is_last: bool = False,
     ) -> TriedBatch | Problem | None:
@@ -142,12 +149,12 @@ class Trial:
             times.append(time.perf_counter())
             with out_of_memory_explained(batch, ref, self._processes.device):
                 items = runner.check_items(loaded, ref)
-                losses, means = self._run(runner, loaded, ref, items, (*points.batch(ref).key, "check"), split)
+                losses, means = self._run(runner, loaded, ref, items, (*points.batch(ref).key, "check"), split, turn)
                 times.append(time.perf_counter())
                 if engine is not None:
                     # The requests travel with the last batch, in which the engine reduces the gradients.
                     requests = StepRequests() if is_last else None
-                    engine.add_batch(BatchAssignment(position, ref), self._optimised_of(losses, items), requests)
+                    engine.add_batch(BatchAssignment(position, ref), self._followed(losses, items, turn), requests)
                     times.append(time.perf_counter())
         # An author's code may also call sys.exit; the other datasets are tried all the same.
         except (Exception, SystemExit) as error:
@@ -160,12 +167,19 @@ class Trial:
         return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means, items)
 
     def _run(
-        self, runner: BatchRunner, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key, split: str
+        self,
+        runner: BatchRunner,
+        loaded: LoadedBatch,
+        ref: BatchRef,
+        items: Items,
+        key: Key,
+        split: str,
+        turn: Turn | None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Return the losses of a batch, and what there is to show of it: their means and, evaluated, its metrics."""
         values: dict[str, float] = {}
         if split == "train":
-            losses = runner.losses(loaded, ref, items, key)
+            losses = runner.losses(loaded, ref, items, key, turn.needed if turn else None)
         else:
             metrics = MetricAccumulator(self._experiment.components.metrics, self._experiment.folder, self._processes)
             losses, arguments = runner.evaluate(loaded, ref, items, key)
@@ -175,12 +189,14 @@ class Trial:
         means = {name: mean(float(loss.detach().double().sum()), items[name]) for name, loss in losses.items()}
         return losses, means | values
 
-    def _optimised_of(self, losses: dict[str, torch.Tensor], items: Items) -> BatchLosses:
-        names = [name for name in losses if name in self._optimised]
+    def _followed(self, losses: dict[str, torch.Tensor], items: Items, turn: Turn | None) -> BatchLosses:
+        """Return the losses that an optimizer follows, as a step would have them."""
+        needed = self._optimised if turn is None else turn.needed
+        followed = {name: loss for name, loss in losses.items() if name in needed}
         return BatchLosses(
-            [losses[name] for name in names],
-            [1 / max(1, items[name]) for name in names],
-            [losses[name].detach().sum(dtype=torch.float64) for name in names],
+            followed,
+            {name: 1 / max(1, items[name]) for name in followed},
+            {name: loss.detach().sum(dtype=torch.float64) for name, loss in followed.items()},
         )
 
 

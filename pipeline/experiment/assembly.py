@@ -242,7 +242,7 @@ def _assemble(
             optimizers = create_optimizers(components, settings, folder, problems)
             parts.assumptions.extend(name_groups(optimizers))
             scale_rates(optimizers, settings)
-            problems += optimizer_problems(optimizers, folder)
+            problems += optimizer_problems(optimizers, settings.training, folder)
             # Without one optimizer, all of its parameters would be reported as being in none.
             if len(optimizers) == len(components.optim_sched):
                 problems += parameter_problems(components, optimizers, folder)

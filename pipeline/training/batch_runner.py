@@ -154,9 +154,14 @@ class BatchRunner:
             self._planned_items[key] = count_items(None, registers, ref.num_items, self._files[dataset])
         return self._planned_items[key]
 
-    def losses(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> dict[str, torch.Tensor]:
-        """Run one batch through the modules; everything random in it follows from ``key``."""
-        return self._run(loaded, ref, items, key)[0]
+    def losses(
+        self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key, needed: frozenset[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Run one batch through the modules; everything random in it follows from ``key``.
+
+        Of the optimised registers, those in ``needed`` must be there; None stands for all.
+        """
+        return self._run(loaded, ref, items, key, needed)[0]
 
     def evaluate(
         self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key
@@ -167,7 +172,9 @@ class BatchRunner:
         metrics = self._experiment.components.module_transforms[dataset].metrics
         return losses, check_arguments(results, metrics, self._files[dataset]) if metrics else {}
 
-    def _run(self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key) -> tuple[dict[str, torch.Tensor], Any]:
+    def _run(
+        self, loaded: LoadedBatch, ref: BatchRef, items: Items, key: Key, needed: frozenset[str] | None = None
+    ) -> tuple[dict[str, torch.Tensor], Any]:
         dataset = ref.shape.dataset
         definition = self._experiment.components.module_transforms[dataset]
         results = self._call("__call__", loaded.batch, ref, key)
@@ -175,7 +182,14 @@ class BatchRunner:
         if self._shards_modules and self._trains:
             self._refuse_absent(dataset, results)
         losses = check_losses(
-            results, self._registers[dataset], names, items, loaded.counts, self._files[dataset], self._processes.device
+            results,
+            self._registers[dataset],
+            names,
+            items,
+            loaded.counts,
+            self._files[dataset],
+            self._processes.device,
+            needed,
         )
         return losses, results
 

@@ -38,13 +38,21 @@ class LossAccumulator:
         self._items: list[int] = []
         self._fetched: torch.Tensor | None = None
 
-    def add(self, row: int, batch: int, losses: dict[str, torch.Tensor], items: Items) -> dict[str, torch.Tensor]:
-        """Record the losses of one batch and return their sums."""
+    def add(
+        self,
+        row: int,
+        batch: int,
+        losses: dict[str, torch.Tensor],
+        items: Items,
+        recorded: frozenset[str] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Record the losses of one batch, all or some of them, and return the sums of all."""
         # One kernel per loss and no copy to the host: the sums of many steps are read at once.
         sums = {register: loss.detach().sum(dtype=torch.float64) for register, loss in losses.items()}
-        self._sums += sums.values()
-        self._items += [items[register] for register in losses]
-        self._cells += [(row, batch, self._positions[register]) for register in losses]
+        names = [register for register in losses if recorded is None or register in recorded]
+        self._sums += [sums[register] for register in names]
+        self._items += [items[register] for register in names]
+        self._cells += [(row, batch, self._positions[register]) for register in names]
         return sums
 
     def find_not_finite(self, row: int) -> list[tuple[int, str]]:
@@ -117,12 +125,13 @@ def check_losses(
     counts: Counts,
     file: Path,
     device: torch.device,
+    needed: frozenset[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return what a module transform gave for these registers, if it follows the contract: a value for each item.
 
-    ``all_names`` also has the registers that it need not give now. A register without any item may be absent, and so
-    may one that is not optimised. Where items were counted there may be more values than items: torch's losses give 0
-    for targets that they ignore.
+    ``all_names`` also has the registers that it need not give now. A register may be absent if it has no item, if it is
+    not optimised, or if no optimizer follows it in this turn: ``needed`` has those that one follows. Where items were
+    counted there may be more values than items: torch's losses give 0 for targets that they ignore.
     """
     if not isinstance(losses, dict):
         what = f"must return a dict of losses, but returned {type(losses).__name__}"
@@ -132,7 +141,10 @@ def check_losses(
     absent = [
         register.name
         for register in registers
-        if register.name not in losses and register.optimize and items[register.name]
+        if register.name not in losses
+        and register.optimize
+        and items[register.name]
+        and (needed is None or register.name in needed)
     ]
     if absent:
         what = f"must return all of its loss_registers, {listed}, but lacks {', '.join(sorted(absent))}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +13,19 @@ from pipeline.training.step_plan import BatchRef
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """The optimised losses of a batch, one value per item, the factor of each in the step's loss, and their sums."""
+    """The losses that an optimizer follows, of a batch, by register.
 
-    losses: list[torch.Tensor]
-    scales: list[float]
-    sums: list[torch.Tensor]
+    Of each one value per item, its factor in the step's loss, and the sum of its values.
+    """
+
+    losses: dict[str, torch.Tensor]
+    scales: dict[str, float]
+    sums: dict[str, torch.Tensor]
+
+    @classmethod
+    def of_nothing(cls) -> BatchLosses:
+        """Return the losses of a rank that has no batch."""
+        return cls({}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,27 @@ class StepOutcome:
     norm: float
     # The optimizers that have applied an update.
     stepped: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_turns(cls, outcomes: Sequence[StepOutcome]) -> StepOutcome:
+        """Return what a step came to whose turns, one or several, had these outcomes."""
+        last = outcomes[-1]
+        if len(outcomes) == 1:
+            return last
+        norms = {
+            name: next((norm for one in reversed(outcomes) if (norm := one.norms[name]) != 0), 0.0)
+            for name in last.norms
+        }
+        bad = [outcome for outcome in outcomes if outcome.skipped]
+        return cls(
+            skipped=bool(bad),
+            overflowed=bool(bad) and all(outcome.overflowed for outcome in bad),
+            stop=last.stop,
+            commit=last.commit,
+            norms=norms,
+            norm=math.hypot(*norms.values()),
+            stepped=frozenset[str]().union(*(outcome.stepped for outcome in outcomes)),
+        )
 
 
 @dataclass(frozen=True)

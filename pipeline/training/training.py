@@ -19,8 +19,9 @@ from pipeline.training.buffers import preserved_buffers
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.loaders import LoadedBatch, Prefetcher
 from pipeline.training.losses import LossAccumulator
-from pipeline.training.step import BatchLosses, StepObserver, StepReport, StepRequests
+from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
+from pipeline.training.turns import Turn, TurnPlan
 
 # Steps whose losses wait on the device before the host reads them all at once.
 _MAX_PENDING_STEPS = 64
@@ -73,6 +74,7 @@ class TrainingStage:
         self._counting: tuple[torch.Tensor, Callable[[], object]] | None = None
         names = [register.name for register in self._registers]
         self._accumulator = LossAccumulator(names, self.plan.max_batches, processes)
+        self._turns = TurnPlan(experiment.components.optim_sched, experiment.settings)
         # How many steps have losses that are still on the device.
         self._num_pending = 0
         self.observer = StepObserver()
@@ -82,18 +84,18 @@ class TrainingStage:
         """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
         self._experiment.set_training(True)
         definitions = self._experiment.components.optim_sched
-        self._schedulers = [
-            scheduler
+        self._schedulers = {
+            name: scheduler
             for name, scheduler in self._experiment.schedulers.items()
             if epoch >= definitions[name].scheduler_start_epoch
-        ]
+        }
         if first_step == 0:
             self._records.forget_steps()
             seed_generators(self._settings.seed, "begin", epoch)
             self._weighter.before_train_epoch(self._records.losses)
-            for scheduler in self._schedulers:
+            for name, scheduler in self._schedulers.items():
                 # Also of an epoch that max_steps cuts: rates must not depend on where the training ends.
-                scheduler.before_train_epoch(self.plan.num_steps)
+                scheduler.before_train_epoch(len(self._updates_in(name, epoch, 0, self.plan.num_steps)))
         rank = self._processes.rank
         refs = list(self.plan.refs_of(epoch, rank, self._processes.world_size, first_step, self._assign))
         loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch)))
@@ -103,7 +105,7 @@ class TrainingStage:
         self.flush()
         self._records.finish_train_epoch(epoch)
         seed_generators(self._settings.seed, "end", epoch)
-        for scheduler in self._schedulers:
+        for scheduler in self._schedulers.values():
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
 
@@ -119,34 +121,45 @@ class TrainingStage:
             items = self._counted_items(assignments, loading)
         else:
             items = self._add_items(self._runner.items(None, ref) for ref in batches)
+        turns = self._turns.of_step((epoch - 1) * self.plan.num_steps + index)
         scales = self._loss_scales(items)
         rates = self._experiment.learning_rates()
 
-        self._engine.begin_step(len(batches))
-        for assignment in assignments:
-            key = (self._settings.seed, "step", epoch, index, assignment.position)
-            # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
-            asked = requests() if assignment is assignments[-1] else None
-            # The batch has no name here: it must be freed before the next one is loaded onto the device.
-            self._run_batch(next(loading), assignment, key, scales, asked)
-        if not assignments:
-            self._engine.join_without_batch(requests())
-        if self._num_pending + 1 == self._max_pending:
-            # The losses are needed after this step; the engine's wait for the device is one for them too.
-            self._accumulator.fetch()
-        outcome = self._engine.finish_step((self._settings.seed, "update", epoch, index))
+        outcomes = []
+        for turn in turns:
+            self._engine.begin_step(len(batches), turn)
+            is_last_turn = turn is turns[-1]
+            # Turns that share the step's batches find them loaded.
+            kept = iter(()) if is_last_turn else iter(loading.look_ahead(len(assignments)))
+            for assignment in assignments:
+                key = (self._settings.seed, "step", epoch, index, assignment.position, *turn.key)
+                # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
+                asked = None
+                if assignment is assignments[-1]:
+                    asked = requests() if is_last_turn else StepRequests()
+                # The batch has no name here: it must be freed before the next one is loaded onto the device.
+                self._run_batch(next(loading if is_last_turn else kept), assignment, turn, key, scales, asked)
+            if not assignments:
+                self._engine.join_without_batch(requests() if is_last_turn else StepRequests())
+            if is_last_turn and self._num_pending + 1 == self._max_pending:
+                # The losses are needed after this step; the engine's wait for the device is one for them too.
+                self._accumulator.fetch()
+            outcomes.append(self._engine.finish_step((self._settings.seed, "update", epoch, index, *turn.key)))
+            self._averages.after_update(outcomes[-1].stepped, epoch)
+        outcome = StepOutcome.of_turns(outcomes)
         num_steps = self.plan.steps_of(epoch)
         if self._counts_items and index + 1 < num_steps and not outcome.stop:
             self._begin_counting(self._assignments(self.plan.step(epoch, index + 1)), loading)
-        self._averages.after_update(outcome.stepped, epoch)
         cause = self._find_cause(epoch, batches) if outcome.skipped and not outcome.overflowed else ""
 
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
         self._num_pending += 1
         if self._num_pending == self._max_pending:
             self.flush()
-        for scheduler in self._schedulers:
-            scheduler.after_train_step(index + 1)
+        for name, scheduler in self._schedulers.items():
+            # It follows the updates of its own optimizer.
+            for update in self._updates_in(name, epoch, index):
+                scheduler.after_train_step(update)
         if self._weighter_sees_steps:
             seed_generators(self._settings.seed, "after", epoch, index)
             self._weighter.after_train_step(self._records.losses)
@@ -161,6 +174,7 @@ class TrainingStage:
         self,
         loaded: LoadedBatch,
         assignment: BatchAssignment,
+        turn: Turn,
         key: Key,
         scales: dict[str, float],
         requests: StepRequests | None,
@@ -170,27 +184,25 @@ class TrainingStage:
         modules = self._experiment.components.trained_modules.values() if assignment.is_stand_in else ()
         untraced = preserved_buffers(modules) if modules else nullcontext()
         with out_of_memory_explained(loaded.batch, assignment.ref, self._processes.device), untraced:
-            self._engine.add_batch(assignment, self._forward(loaded, assignment, key, scales), requests)
+            self._engine.add_batch(assignment, self._forward(loaded, assignment, turn, key, scales), requests)
 
     def _forward(
-        self, loaded: LoadedBatch, assignment: BatchAssignment, key: Key, scales: dict[str, float]
+        self, loaded: LoadedBatch, assignment: BatchAssignment, turn: Turn, key: Key, scales: dict[str, float]
     ) -> BatchLosses:
-        """Run one batch through its module transform and record its losses; return those that are optimised."""
+        """Run one batch through its module transform and record its losses; return those that an optimizer follows."""
         position = assignment.position
         items = self._runner.items(loaded, assignment.ref)
         if assignment.is_stand_in:
             # Another rank records this batch; here its losses count zero times.
-            losses = self._runner.losses(loaded, assignment.ref, items, key)
-            optimised = [loss for register, loss in losses.items() if register in scales]
-            return BatchLosses(optimised, [0.0] * len(optimised), [])
+            losses = self._runner.losses(loaded, assignment.ref, items, key, turn.needed)
+            followed = {name: loss for name, loss in losses.items() if name in scales and name in turn.needed}
+            return BatchLosses(followed, dict.fromkeys(followed, 0.0), {})
         self.observer.batch_is_loaded(position, assignment.ref, loaded.batch)
-        losses = self._runner.losses(loaded, assignment.ref, items, key)
+        losses = self._runner.losses(loaded, assignment.ref, items, key, turn.needed)
         self.observer.losses_are_known(position, losses)
-        sums = self._accumulator.add(self._num_pending, position, losses, items)
-        names = [register for register in losses if register in scales]
-        return BatchLosses(
-            [losses[name] for name in names], [scales[name] for name in names], [sums[name] for name in names]
-        )
+        sums = self._accumulator.add(self._num_pending, position, losses, items, turn.recorded)
+        followed = {name: loss for name, loss in losses.items() if name in scales and name in turn.needed}
+        return BatchLosses(followed, scales, {name: sums[name] for name in followed})
 
     def _assignments(self, batches: list[BatchRef]) -> list[BatchAssignment]:
         """Return which batches of a step are this rank's."""
@@ -225,6 +237,14 @@ class TrainingStage:
             for name, count in items.items():
                 totals[name] += count
         return list(totals.values())
+
+    def _updates_in(self, optimizer: str, epoch: int, index: int, num_steps: int = 1) -> range:
+        """Return the numbers, in an epoch and from 1, of the updates of an optimizer in some steps."""
+        first = (epoch - 1) * self.plan.num_steps
+        before = self._turns.updates_before(optimizer, first)
+        begin = self._turns.updates_before(optimizer, first + index)
+        end = self._turns.updates_before(optimizer, first + index + num_steps)
+        return range(begin - before + 1, end - before + 1)
 
     def _loss_scales(self, items: list[int]) -> dict[str, float]:
         """Return, for each optimised register, the factor of one item's loss in the step's loss."""

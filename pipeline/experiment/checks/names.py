@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pipeline.experiment.pymodules.user_code import place_of
 from pipeline.experiment.settings.json_source import read_document
 from pipeline.experiment.settings.settings import Settings
 
+# The steps of one period are listed.
+_MAX_PERIOD = 10_000
 _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
 
 
@@ -30,6 +33,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
         yield from _policy_problems(components, settings, folder)
         if not failed & {"metrics", "module_transforms"}:
             yield from _metric_problems(components, settings, folder)
+        if "optim_sched" not in failed:
+            yield from _turn_problems(components, settings, folder)
     if "modules" not in failed:
         yield from _average_problems(components, settings, folder)
     # Without any module, the loader has reported the empty folder.
@@ -139,6 +144,45 @@ def _metric_problems(components: Components, settings: Settings, folder: Path) -
         elif listed.is_metric and listed.name not in owners:
             where = _place_of_register(folder.parent / "settings" / "loss_registers.json", listed.name)
             yield Problem(where, f"register {listed.name!r} is per split, {_list_known(listed.name, sorted(owners))}")
+
+
+def _turn_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield turns and registers of optimizers that do not match, and what would never be trained."""
+    training = settings.training
+    optimizers = list(components.optim_sched)
+    where = f"{folder.parent / 'settings' / 'training.json'} (turns)"
+    for name in sorted({name for names in training.turns or () for name in names} - set(optimizers)):
+        yield Problem(where, f"has {name!r}, {_list_known(name, optimizers)}")
+    if training.turns:
+        for name in sorted(set(optimizers) - {name for names in training.turns for name in names}):
+            yield Problem(where, f"must name every optimizer, but {name!r} has no turn", f'add ["{name}"]')
+    elif training.share_batches:
+        yield Problem(f"{where[:-7]}(share_batches)", "needs turns, which share the batches", "set turns, or remove it")
+    optimised = [register.name for register in settings.loss_registers if register.optimize]
+    followed = set[str]()
+    changes_cadence = [name for name, entry in components.optim_sched.items() if entry.every_steps > 1]
+    for name, entry in components.optim_sched.items():
+        file = folder / "optim_sched" / f"{name}.py"
+        followed |= set(optimised if entry.loss_registers is None else entry.loss_registers)
+        for register in sorted(set(entry.loss_registers or ()) - set(optimised)):
+            what = f"loss_registers has {register!r}, which is not optimised"
+            yield Problem(place_of(file, "loss_registers"), f"{what}, {_list_known(register, optimised)}")
+        if entry.loss_registers == ():
+            yield Problem(place_of(file, "loss_registers"), "loss_registers must name a register, but is empty")
+        if entry.loss_registers is not None:
+            changes_cadence.append(name)
+    for register in sorted(set(optimised) - followed):
+        what = f"register {register!r} is optimised, but no optimizer follows it"
+        fix = 'add it to loss_registers in a file of optim_sched, or give it "optimize": false'
+        yield Problem(_place_of_register(folder.parent / "settings" / "loss_registers.json", register), what, fix)
+    period = math.lcm(len(training.turns or "1"), *(entry.every_steps for entry in components.optim_sched.values()))
+    if period > _MAX_PERIOD:
+        what = f"every_steps and turns must repeat within {_MAX_PERIOD} steps, but do after {period}"
+        yield Problem(str(folder / "optim_sched"), what, "choose numbers that are multiples of each other")
+    if training.shards_modules and (training.turns or changes_cadence):
+        names = "turns" if training.turns else f"loss_registers and every_steps of {', '.join(changes_cadence)}"
+        what = f'"{training.parallelism}" does not go together with {names}: torch reduces the gradients of all shards'
+        yield Problem(f"{where[:-7]}(parallelism)", what, 'set parallelism to "ddp"')
 
 
 def _average_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:

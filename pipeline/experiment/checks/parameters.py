@@ -49,9 +49,17 @@ def sparse_problems(components: Components, settings: Settings, folder: Path, wo
                 yield Problem(str(folder / "modules" / f"{name}.py"), what, fix)
 
 
-def optimizer_problems(optimizers: Mapping[str, Optimizer], folder: Path) -> Iterator[Problem]:
-    """Yield optimizers that evaluate the loss themselves, several times per update."""
+def optimizer_problems(
+    optimizers: Mapping[str, Optimizer], training: TrainingSettings, folder: Path
+) -> Iterator[Problem]:
+    """Yield optimizers that evaluate the loss themselves, and those that have not the turns they need."""
     for name, optimizer in optimizers.items():
+        num_turns = getattr(optimizer, "turns_per_step", 1)
+        given = [turn for turn in training.turns or () if name in turn]
+        if num_turns > 1 and (len(given) != num_turns or not training.share_batches):
+            what = f"{type(optimizer).__name__} needs {num_turns} turns over the same batches in every step"
+            fix = f'"turns": {[[name]] * num_turns}, "share_batches": true in settings/training.json'
+            yield Problem(str(folder / "optim_sched" / f"{name}.py"), what, fix.replace("'", '"'))
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         # Most optimizers of torch accept a closure; only one without a default is needed.
         if closure is not None and closure.default is inspect.Parameter.empty:

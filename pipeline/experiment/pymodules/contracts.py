@@ -255,9 +255,15 @@ class ContractReader:
         return {name: "min" if direction == "min" else "max" for name, direction in directions.items()}
 
     def _read_optim_sched(self, module: ModuleType) -> OptimSched:
-        start = getattr(module, "scheduler_start_epoch", 1)
-        if not isinstance(start, int) or start < 1:
-            self._report(module, "scheduler_start_epoch", f"must be an integer of 1 or more, but is {start!r}")
+        counts = {name: getattr(module, name, 1) for name in ("scheduler_start_epoch", "every_steps")}
+        for name, value in counts.items():
+            if type(value) is not int or value < 1:
+                self._report(module, name, f"must be an integer of 1 or more, but is {value!r}")
+                counts[name] = 1
+        clip_norm = getattr(module, "grad_clip_norm", None)
+        if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
+            self._report(module, "grad_clip_norm", f"must be a number greater than 0, but is {clip_norm!r}")
+            clip_norm = None
         return OptimSched(
             self._check_function(module, "create_optimizer", "modules", self._get(module, "create_optimizer")),
             self._check_function(
@@ -266,7 +272,9 @@ class ContractReader:
                 "optimizer",
                 self._get_or_assume(module, "create_scheduler", _create_no_scheduler, "learning rates stay constant"),
             ),
-            start,
+            loss_registers=self._read_names(module, "loss_registers") if hasattr(module, "loss_registers") else None,
+            grad_clip_norm=clip_norm,
+            **counts,
         )
 
     def _check_function(self, module: ModuleType, name: str, argument: str, function: AuthorValue) -> AuthorValue:

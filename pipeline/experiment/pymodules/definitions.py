@@ -138,6 +138,11 @@ class OptimSched:
     create_optimizer: Callable[[dict[str, nn.Module]], Optimizer]
     create_scheduler: Callable[[Optimizer], BaseScheduler]
     scheduler_start_epoch: int = 1
+    # The registers whose gradient it follows; None: all that are optimised.
+    loss_registers: tuple[str, ...] | None = None
+    every_steps: int = 1
+    # In place of that of the settings.
+    grad_clip_norm: float | None = None
 
 
 @dataclass(frozen=True)

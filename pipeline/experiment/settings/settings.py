@@ -67,6 +67,8 @@ class TrainingSettings:
     threads: int | None = None
     precision: str = "fp32"
     grad_clip_norm: float | None = None
+    turns: tuple[tuple[str, ...], ...] | None = None
+    share_batches: bool = False
     loss_reduction: str = "mean"
     gradient_reduction: str = "fast"
     parallelism: str = "ddp"
@@ -218,6 +220,7 @@ def parse_settings(contents: Contents) -> Settings:
     progress_bar = dict(logging["progress_bar"])
     training = dict(contents["training"])
     scaling = training.pop("lr_scaling", None)
+    turns = training.pop("turns", None)
     return Settings(
         **data_loading,
         parameters=contents[PARAMETERS],
@@ -231,7 +234,11 @@ def parse_settings(contents: Contents) -> Settings:
             **logging["text"],
         ),
         loss_registers=tuple(map(_parse_register, contents["loss_registers"].get("loss_registers", []))),
-        training=TrainingSettings(**training, lr_scaling=LrScaling(**scaling) if scaling else None),
+        training=TrainingSettings(
+            **training,
+            lr_scaling=LrScaling(**scaling) if scaling else None,
+            turns=tuple(map(tuple, turns)) if turns else None,
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -24,6 +24,7 @@ from pipeline.training.engines.reduction import BatchSums, gradient_norms
 from pipeline.training.rank_differences import refuse_differences
 from pipeline.training.step import BatchLosses, StepOutcome, StepRequests
 from pipeline.training.step_plan import BatchAssignment
+from pipeline.training.turns import Turn
 
 _MAX_CONSTANTS = 256
 # The entry of a step's message that says whether flags have changed: it follows health, stop and commit.
@@ -56,7 +57,14 @@ class GradientEngine(ABC):
         self._experiment = experiment
         self._processes = processes
         training = experiment.settings.training
-        self._clip_norm = training.grad_clip_norm
+        self._clip_norms = {
+            name: training.grad_clip_norm if entry.grad_clip_norm is None else entry.grad_clip_norm
+            for name, entry in experiment.components.optim_sched.items()
+        }
+        # The others share the limit of the settings.
+        self._clipped_alone = [
+            name for name, entry in experiment.components.optim_sched.items() if entry.grad_clip_norm is not None
+        ]
         modules = experiment.components.trained_modules
         self._flags = GradientFlags(modules)
         self._built = self._to_reduce = self._flags.now()
@@ -120,8 +128,9 @@ class GradientEngine(ABC):
         if self._load_next is not None and is_right_moment and not self._requests.stop:
             self._load_next()
 
-    def begin_step(self, num_batches: int) -> None:
-        """Get ready for a step of so many batches on all ranks together."""
+    def begin_step(self, num_batches: int, turn: Turn | None = None) -> None:
+        """Get ready for a step of so many batches on all ranks together, or for one turn of it."""
+        self._turn = turn
         self._buffers.begin_step(num_batches)
         self._requests = StepRequests()
         self._loss_sums = list[torch.Tensor]()
@@ -149,27 +158,59 @@ class GradientEngine(ABC):
 
     def join_without_batch(self, requests: StepRequests) -> None:
         """Take part in the reduction of a step in which this rank has no batch."""
-        self._run_backward(BatchLosses([], [], []), requests)
+        self._run_backward(BatchLosses.of_nothing(), requests)
 
     def _run_backward(self, batch: BatchLosses, requests: StepRequests | None) -> None:
         self._requests = requests or self._requests
-        self._loss_sums += batch.sums
+        self._loss_sums += batch.sums.values()
         # A rank without a batch asks for the scale too: the scaler begins when it is first asked.
         scale = self.scaler.scale(self._one) if self.scaler.is_enabled() else None
-        # The backward pass begins at the losses, with the gradients of the step's loss, whose value is never computed.
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        if self._turn is None or self._turn.is_whole:
+            roots, gradients = self._roots(batch, batch.losses, scale)
+        else:
+            self._follow(batch, self._turn, scale)
+        self._backward(roots, gradients, is_last=requests is not None)
+        if self._flags.now() != self._trained:
+            self._undo_flags()
+
+    @staticmethod
+    def _roots(
+        batch: BatchLosses, registers: Iterable[str], scale: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return where a backward pass begins, and the gradients there.
+
+        It begins at the losses, with the gradients of the step's loss, whose value is never computed.
+        """
         roots = []
         gradients = []
-        for loss, factor in zip(batch.losses, batch.scales, strict=True):
+        for name in registers:
+            loss = batch.losses[name]
             if loss.requires_grad:
                 roots.append(loss)
+                factor = batch.scales[name]
                 if scale is None:
                     # Autograd may keep it as the gradient of a weight, so it must not be shared.
                     gradients.append(torch.full_like(loss, factor))
                 else:
                     gradients.append((scale * factor).to(loss.dtype).expand(loss.shape))
-        self._backward(roots, gradients, is_last=requests is not None)
-        if self._flags.now() != self._trained:
-            self._undo_flags()
+        return roots, gradients
+
+    def _follow(self, batch: BatchLosses, turn: Turn, scale: torch.Tensor | None) -> None:
+        """Add the gradients of one batch to the weights of the optimizers whose turn it is.
+
+        One backward pass for all optimizers that follow the same registers, restricted to their weights: the gradient
+        of any other loss never reaches them. Flags stay as they are.
+        """
+        passes = []
+        for follower in turn.followers:
+            roots, gradients = self._roots(batch, [name for name in batch.losses if name in follower.registers], scale)
+            own = [weight for name in follower.optimizers for weight in self._parameters[name] if weight.requires_grad]
+            if roots and own:
+                passes.append((roots, gradients, own))
+        for number, (roots, gradients, own) in enumerate(passes, 1):
+            torch.autograd.backward(roots, gradients, retain_graph=number < len(passes), inputs=own)
 
     def _backward(self, roots: list[torch.Tensor], gradients: list[torch.Tensor], *, is_last: bool) -> None:
         """Add the gradients of a batch, or of none."""
@@ -230,12 +271,13 @@ class GradientEngine(ABC):
         if self._updates_draw:
             seed_generators(*key)
         if not outcome.skipped:
-            if self._clip_norm is not None and outcome.norm > self._clip_norm:
-                self._clip(self._clip_norm, outcome.norm)
+            self._clip_gradients(outcome.norms)
             for optimizer in stepping.values():
                 # Not scaler.step, which waits for the device: all ranks know that the gradients are finite.
                 optimizer.step()
-            outcome = replace(outcome, stepped=frozenset(stepping))
+            updated = (name for name, optimizer in stepping.items() if not _is_between_turns(optimizer))
+            outcome = replace(outcome, stepped=frozenset(updated))
+        self._skip_steps(set() if outcome.skipped else set(stepping))
         if self.scaler.is_enabled():
             # A step that used no weight keeps the scale.
             self.scaler.update(None if stepping else self.scaler.get_scale())
@@ -244,6 +286,14 @@ class GradientEngine(ABC):
         if self._has_new_flags:
             self._set_up(self._trained)
         return outcome
+
+    def _skip_steps(self, stepped: set[str]) -> None:
+        """Let optimizers know that it was their turn, and they took no step; few need to."""
+        acting = self._experiment.optimizers if self._turn is None else self._turn.optimizers
+        for name in acting:
+            skip = getattr(self._experiment.optimizers[name], "skip_step", None)
+            if skip is not None and name not in stepped:
+                skip()
 
     def _optimizers_with_gradients(self) -> dict[str, torch.optim.Optimizer]:
         return {
@@ -323,9 +373,18 @@ class GradientEngine(ABC):
         """Return message and norms as numbers, in one copy from the device."""
         return torch.cat([message, torch.stack(norms)]).tolist() if norms else message.tolist()
 
-    def _clip(self, max_norm: float, norm: float) -> None:
-        for parameters in self._parameters.values():
-            clip_grads_with_norm_(parameters, max_norm, self._on_device(norm))
+    def _clip_gradients(self, norms: Mapping[str, float]) -> None:
+        """Scale gradients down to the limit that optimizers have together, or one alone."""
+        together = [name for name in norms if name not in self._clipped_alone]
+        for names in (together, *([name] for name in self._clipped_alone)):
+            max_norm = self._clip_norms[names[0]] if names else None
+            norm = math.hypot(*(norms[name] for name in names))
+            if max_norm is not None and norm > max_norm:
+                self._clip(names, max_norm, norm)
+
+    def _clip(self, optimizers: list[str], max_norm: float, norm: float) -> None:
+        for name in optimizers:
+            clip_grads_with_norm_(self._parameters[name], max_norm, self._on_device(norm))
 
     def _on_device(self, number: float) -> torch.Tensor:
         """Return a number as a tensor; torch.tensor would copy it, and the host would wait."""
@@ -335,6 +394,11 @@ class GradientEngine(ABC):
         for optimizer in self._experiment.optimizers.values():
             # Not by setting them to None here: an author's optimizer may override it.
             optimizer.zero_grad(set_to_none=True)
+
+
+def _is_between_turns(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer of several turns has only begun its step."""
+    return bool(getattr(optimizer, "is_between_turns", False))
 
 
 def _may_draw(optimizer: torch.optim.Optimizer) -> bool:

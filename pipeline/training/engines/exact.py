@@ -11,6 +11,7 @@ from pipeline.experiment.gradient_flags import Flags
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.reduction import Tensors, TreeSums
 from pipeline.training.step_plan import share_of
+from pipeline.training.turns import Turn
 
 
 class ExactEngine(GradientEngine):
@@ -23,8 +24,8 @@ class ExactEngine(GradientEngine):
         super()._set_up(flags)
         self._sums = TreeSums(list(self._weights), self._processes)
 
-    def begin_step(self, num_batches: int) -> None:
-        super().begin_step(num_batches)
+    def begin_step(self, num_batches: int, turn: Turn | None = None) -> None:
+        super().begin_step(num_batches, turn)
         self._positions = share_of(num_batches, self._processes.rank, self._processes.world_size)
         self._sums.begin(num_batches)
         if self._unfrozen:

@@ -52,7 +52,7 @@ class FsdpEngine(GradientEngine):
         numbers = self._processes.sum(torch.cat([message.double(), *squares])).tolist()
         return [*numbers[: len(message)], *map(math.sqrt, numbers[len(message) :])]
 
-    def _clip(self, max_norm: float, norm: float) -> None:
+    def _clip(self, optimizers: list[str], max_norm: float, norm: float) -> None:
         # As torch's clip_grads_with_norm_ does it, which does not take shards with a plain norm.
         factor = max_norm / (self._on_device(norm) + 1e-6)
-        torch._foreach_mul_([gradient for _, gradient in self._gradients()], factor)
+        torch._foreach_mul_([gradient for name, gradient in self._gradients() if name in optimizers], factor)
