@@ -18,6 +18,7 @@ from tests.support.verbs import call
 QUALITY = {
     "diffusion": ("distance", 0.006),
     "digits": ("digit_accuracy", 0.95),
+    "gan": ("distance", 0.02),
     "language_model": ("bits_per_character", 3.2),
     "minimal": ("squared_error", 0.01),
     "regression": ("error_in_metres", 1.0),
@@ -27,12 +28,13 @@ QUALITY = {
 SHORT = {
     "diffusion": ["parameters.num_epochs=2", "data_loading.steps_per_epoch=20"],
     "digits": ["parameters.num_epochs=4"],
+    "gan": ["parameters.num_epochs=2", "data_loading.steps_per_epoch=20"],
     "language_model": ["parameters.num_steps=60", "data_loading.steps_per_epoch=20", "parameters.max_eval_windows=50"],
     "minimal": [],
     "regression": ["parameters.num_epochs=6", "parameters.num_throws=300"],
     "segmentation": ["parameters.num_epochs=2", "parameters.num_images=100"],
 }
-SLOW = {"diffusion", "language_model", "regression", "segmentation"}
+SLOW = {"diffusion", "gan", "language_model", "regression", "segmentation"}
 HIGHER_IS_BETTER = ("digit_accuracy", "miou")
 DATA = Path("experiment_results/tiny/data")
 
@@ -75,6 +77,18 @@ def test_diffusion_needs_the_average_of_its_weights(tmp_path: Path) -> None:
     done = run_process(tmp_path, nproc=2)
     assert done.returncode == 0, done.stderr
     assert best_value(tmp_path, register) > bound
+
+
+@pytest.mark.slow
+def test_gan_needs_registers_of_its_own_for_each_optimizer(tmp_path: Path) -> None:
+    """Where both follow both losses, the generator is pulled both ways and does not learn to draw."""
+    register, bound = QUALITY["gan"]
+    assert call(tmp_path, "new", "tiny", "--template", "gan") == 0
+    for file in (tmp_path / "experiment_settings/tiny/pymodules/optim_sched").glob("*.py"):
+        file.write_text("\n".join(line for line in file.read_text().splitlines() if "loss_registers" not in line))
+    done = run_process(tmp_path, nproc=2)
+    assert done.returncode == 0, done.stderr
+    assert best_value(tmp_path, register) > 5 * bound
 
 
 @pytest.mark.slow

@@ -1,0 +1,3 @@
+from pipeline.components import parameters
+
+settings = {"average_of": "generator", "decay": parameters.decay}
