@@ -50,8 +50,8 @@ ADAPTED: dict[str, str | None] = {
     """,
 }
 CONSTANT = ["0.weight", "0.bias"]
-# Unfreezes the weight within epoch 2, and shifts the bias for some steps. None of it is said again after a resume. A run
-# with KILL_AT=EPOCH,STEP is killed after that step.
+# Unfreezes the weight within epoch 2, and shifts the bias for some steps. None of it is said again after a resume.
+# A run with KILL_AT=EPOCH,STEP is killed after that step.
 UNFREEZING = """
     import os
     import signal
@@ -361,7 +361,7 @@ def test_changed_or_missing_source_is_refused(tmp_path: Path, capsys: pytest.Cap
     file.unlink()
     verbs = (("evaluate", "tiny"), ("export", "tiny", "--out", str(tmp_path / "out.pt")))
     missing = f'save: "trained" needs what this module began with, but load_weights_from_ckp needs {file}'
-    with pytest.raises(InvalidExperiment, match="modules/trunk.py: ") as error:
+    with pytest.raises(InvalidExperiment, match=r"modules/trunk\.py: ") as error:
         run_inside(tmp_path, "--resume")
     assert missing in str(error.value)
     for words in verbs:
@@ -369,9 +369,12 @@ def test_changed_or_missing_source_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert missing in capsys.readouterr().err
     weights["0.bias"][3] = -0.0
     torch.save(weights, file)
-    with pytest.raises(PipelineError, match="modules/trunk.py: with save: ") as changed:
+    with pytest.raises(PipelineError, match=r"modules/trunk\.py: with save: ") as changed:
         run_inside(tmp_path, "--resume")
-    told = "come from the file base (load_weights_from_ckp) and must be what they were when the experiment began, but 0.bias"
+    told = (
+        "come from the file base (load_weights_from_ckp) and must be what they were when the experiment began, "
+        "but 0.bias differ"
+    )
     assert told in str(changed.value)
     for words in verbs:
         assert call(tmp_path, *words) == 1

@@ -292,7 +292,6 @@ def test_low_rank_adapters_on_a_frozen_layer(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([weight for weight in network.parameters() if weight.requires_grad], lr=0.02)
     losses = train(given, optimizer, compute)
     check_losses(tmp_path, losses)
-    assert losses[-1]["loss"] < losses[0]["loss"]
     found = read_any(tmp_path / RESULTS / "data/module_ckps/last/net.pt")
     for name, weight in network.state_dict().items():
         torch.testing.assert_close((constant | found)[name], weight, rtol=1e-5, atol=1e-6)

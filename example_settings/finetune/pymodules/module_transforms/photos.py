@@ -1,4 +1,4 @@
-"""The teacher sees the clean image and says how sure it is of each digit; the student must say the same of the photo."""
+"""The teacher sees the clean image and says how likely each digit is; the student must say the same of the photo."""
 
 import torch.nn.functional as F
 

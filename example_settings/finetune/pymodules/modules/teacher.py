@@ -1,4 +1,4 @@
-"""What digits has learned, frozen. Its weights are not copied into these results: every start takes them from digits."""
+"""What digits has learned, frozen. These results have no copy of its weights: every start takes them from digits."""
 
 from ..utils.networks import backbone
 
