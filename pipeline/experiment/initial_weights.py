@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -127,10 +128,12 @@ def _load(source: WeightSource, path: Path, paths: ExperimentPaths) -> object:
     constant = path.parents[1] / CONSTANT / f"{source.module_name}.pt"
     if constant.with_suffix(".json").is_file():
         module = f"{source.exp_name}:{source.ckp_pool_name}:{source.module_name}"
-        line = verb_line("export", module, paths.home, "--out", str(paths.module_ckps / f"{source.module_name}.pt"))
+        folder = paths.module_ckps
+        line = verb_line("export", module, paths.home, "--out", str(folder / f"{source.module_name}.pt"))
+        make_folder = "" if folder.is_dir() else f"mkdir -p {shlex.quote(str(folder))} && "
         raise ValueError(
-            f'{module} has save: "trained", so {path} holds a part of its weights only\n    fix: {line}\n'
-            f"      and then load_weights_from_ckp with the file that this writes"
+            f'{module} has save: "trained", so {path} holds a part of its weights only\n    fix: {make_folder}{line}\n'
+            f"      and then start from that file: load_weights_from_ckp with ckp_name {source.module_name!r}"
         )
     return put_together(load_state(constant), load_state(path)) if constant.is_file() else load_state(path)
 

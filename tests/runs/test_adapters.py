@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pipeline.store.compare import first_difference, read_any
 from pipeline.store.manifest import Manifest
 from pipeline.store.store import read_current_manifest
 from tests.support.experiments import FILES, tree, write_experiment
-from tests.support.running import run_inside, run_process
+from tests.support.running import environment, run_inside, run_process
 from tests.support.verbs import call
 
 DATA = Path("experiment_results/tiny/data")
@@ -219,6 +220,8 @@ def test_readers_put_modules_together(tmp_path: Path, capsys: pytest.CaptureFixt
     small = load_tensors(tmp_path / "small.pt")
     assert {*small} == {"trunk", "head_a", "head_b"}
     assert list(small["trunk"]) == keys(tmp_path, "last")
+    assert call(tmp_path, "replay", "tiny", "--epoch", "2", "--step", "3") == 0
+    assert "identical" in capsys.readouterr().out
     for words in (("evaluate", "tiny", "--pool", "constant"), ("export", "tiny:constant", "--out", "x.pt")):
         assert call(tmp_path, *words) == 2
         assert "'tiny' has no pool 'constant'; there are best, epoch_1, epoch_2, init, last." in capsys.readouterr().err
@@ -385,16 +388,18 @@ def test_changed_or_missing_source_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 def test_partly_saved_module_is_no_source_but_its_export_is(tmp_path: Path) -> None:
     """Another experiment cannot start from a part of a module; the printed line makes a file that it can start from."""
-    write(tmp_path, file_source(tmp_path))
+    write(tmp_path, trunk_with("{'save': 'trained'}"))
     run_inside(tmp_path, "--stop-after-epoch", "1")
     source = {"exp_name": "tiny", "ckp_pool_name": "best", "module_name": "trunk"}
     write(tmp_path, trunk_with(f"{{'load_weights_from_exp': {source}}}"), name="other")
     with pytest.raises(InvalidExperiment, match='tiny:best:trunk has save: "trained"') as error:
         run_inside(tmp_path, name="other")
-    line = next(line for line in str(error.value).splitlines() if " export " in line)
-    words = line.split(" export ")[1].split()
-    assert words[0] == "tiny:best:trunk"
-    assert call(tmp_path, "export", *words[: words.index("--data-home")]) == 0
+    (line,) = [
+        line.partition("fix: ")[2] for line in str(error.value).splitlines() if " export tiny:best:trunk" in line
+    ]
+    pasted = subprocess.run(line, shell=True, env=environment(), capture_output=True, text=True, check=False)
+    assert pasted.returncode == 0, f"{line}\n{pasted.stderr}"
+    assert "with ckp_name 'trunk'" in str(error.value)
     write(tmp_path, trunk_with("{'load_weights_from_ckp': {'ckp_name': 'trunk'}}"), name="other")
     run_inside(tmp_path, "--stop-after-epoch", "1", name="other")
 
