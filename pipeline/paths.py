@@ -16,6 +16,8 @@ RESULTS_FOLDER = "experiment_results"
 LOGS_FOLDER = "experiment_logs"
 # Folders below data/: the public names of committed files.
 MODULE_CKPS = "module_ckps"
+# Next to the pools of weights: what all pools of a module have in common, written once.
+CONSTANT = "constant"
 OPTIM_CKPS = "optim_ckps"
 SCHED_DATA = "sched_data"
 LR_DATA = "lr_data"

@@ -20,7 +20,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
 from pipeline.experiment.assembly import Experiment, assemble, count, read_checked_contents
 from pipeline.experiment.dataset_fingerprints import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
-from pipeline.experiment.initial_weights import load_initial_weights
+from pipeline.experiment.initial_weights import load_initial_weights, rebuild_modules
 from pipeline.experiment.pymodules.loader import relocate
 from pipeline.experiment.settings.settings import (
     Contents,
@@ -197,10 +197,18 @@ class _Run:
             # Bits depend on the number of threads, whatever the environment says now.
             torch.set_num_threads(threads[-1])
         experiment = self._assemble(self._paths.results, contents)
+        self._processes.on_all_ranks(self._rebuild, experiment)
         session = build_session(self._paths, self._processes, experiment, self._store)
         fingerprints = fingerprint_everywhere(experiment, self._processes)
         self._processes.on_rank_zero(self._recover, fingerprints)
         return session
+
+    def _rebuild(self, experiment: Experiment) -> None:
+        """Load what commits leave out from where it came from; the restore compares it with what it was."""
+        modules = experiment.components.modules
+        rebuilt = [name for name, definition in modules.items() if definition.saves_trained_only]
+        training = experiment.settings.training
+        rebuild_modules(modules, rebuilt, self._paths, self._paths.results / "pymodules", training)
 
     def _check_copy(self) -> None:
         manifest = read_current_manifest(self._paths)

@@ -17,9 +17,17 @@ from typing import Any
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, PipelineError, UnreadableFile
 from pipeline.paths import MODULE_CKPS, OPTIM_CKPS, ExperimentPaths
-from pipeline.serialization.sharded_files import Target
-from pipeline.store.manifest import Entry, Manifest
-from pipeline.store.weight_pools import CommitSuperseded, HeldFiles, ModuleFiles
+from pipeline.serialization.sharded_files import Target, whole
+from pipeline.store.manifest import Entry, JsonObject, Manifest
+from pipeline.store.weight_pools import (
+    CONSTANT_FILE,
+    CONSTANT_RECORD,
+    CommitSuperseded,
+    HeldFiles,
+    ModuleFiles,
+    constant_entries,
+    constant_path,
+)
 
 _STATES = (f"{MODULE_CKPS}/", f"{OPTIM_CKPS}/")
 
@@ -59,6 +67,24 @@ class CommittedFiles:
         }
         if not files:
             raise UnreadableFile(f"{path} is not part of commit {self._commit.manifest.generation}.")
+        return self._read(path, files, target)
+
+    def read_constants(self, module: str) -> dict[str, Any] | None:
+        """Return the constant parameters of a module, or None if the commit has no file of them."""
+        files = constant_entries(self._commit.files, module)
+        if CONSTANT_FILE not in files:
+            return None
+        return self._read(constant_path(module), {"": files[CONSTANT_FILE]}, whole)
+
+    def read_record(self, module: str) -> JsonObject | None:
+        """Return what stands for the constant parameters of a module, or None if the commit has no such record."""
+        files = constant_entries(self._commit.files, module)
+        if CONSTANT_RECORD not in files:
+            return None
+        with _naming_host(self._processes):
+            return self._held.document(files[CONSTANT_RECORD])
+
+    def _read(self, path: str, files: ModuleFiles, target: Target) -> dict[str, Any]:
         stored = self._paths.generations / next(iter(files.values())).object
         try:
             with _naming_host(self._processes):

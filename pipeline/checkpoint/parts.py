@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.checkpoint.committed_files import CommittedFiles
+from pipeline.checkpoint.constants import Constants
 from pipeline.checkpoint.records import Records
 from pipeline.checkpoint.snapshots import Snapshots, check_state, target_in
 from pipeline.components import Stateful
@@ -40,6 +41,7 @@ from pipeline.paths import (
 )
 from pipeline.progress import EVALUATION, Progress
 from pipeline.serialization.sharded_files import num_bytes
+from pipeline.serialization.torch_files import put_together
 from pipeline.store.changes import Changes
 from pipeline.store.weight_pools import FROZEN
 from pipeline.system.disk import bytes_writer, json_writer
@@ -74,6 +76,8 @@ class Part(Generic[Owner]):
     is_restored: bool = True
     # A part that earlier versions did not have keeps its initial state when their results are continued.
     has_default: bool = False
+    # The module whose constant parameters this file leaves out, unless their values have changed.
+    module: str = ""
 
 
 # Saves and loads a folder of its own.
@@ -111,6 +115,7 @@ class PersistedParts:
         self.run_values: list[RunValue] = []
         self._copies = experiment.settings.training.checkpoint_in_background
         self._snapshots = Snapshots(copies=self._copies)
+        self._constants = Constants(experiment, copies=self._copies)
         # The running epoch's steps are committed in segments: how many steps, and where each segment begins.
         self._num_committed_steps = 0
         self._segments: list[int] = []
@@ -137,8 +142,11 @@ class PersistedParts:
         averages = self._components.averages
         optimizers = self._experiment.optimizers.items()
         return [
-            *(TensorPart(self._path(FROZEN, name), module, _ONCE) for name, module in frozen),
-            *(TensorPart(self._path("init", name), module, _ONCE, is_restored=False) for name, module in trained),
+            *(TensorPart(self._path(FROZEN, name), module, _ONCE, module=name) for name, module in frozen),
+            *(
+                TensorPart(self._path("init", name), module, _ONCE, is_restored=False, module=name)
+                for name, module in trained
+            ),
             # The first commit has them as other names of the initial weights.
             *(
                 TensorPart(
@@ -146,6 +154,7 @@ class PersistedParts:
                     module,
                     # An evaluation computes its BatchNorm statistics.
                     _TRAINED | _JUDGED if name in averages and averages[name].update_bn else _TRAINED,
+                    module=name,
                 )
                 for name, module in trained
             ),
@@ -180,7 +189,8 @@ class PersistedParts:
         for part in rows:
             kind = "optimizer" if isinstance(part.owner, Optimizer) else "module"
             snapshots = one_time_snapshots if id(part.owner) in frozen else self._snapshots
-            files[part.path], size = snapshots.take(f"{kind} {Path(part.path).stem}", part.owner)
+            left_out = self._constants.unchanged(part.module) if part.module else ()
+            files[part.path], size = snapshots.take(f"{kind} {Path(part.path).stem}", part.owner, left_out)
             total_bytes += size
         return Changes(files, folders, num_bytes=total_bytes)
 
@@ -188,7 +198,9 @@ class PersistedParts:
         """Everything an experiment has before its first stage."""
         last = {self._path("last", name): self._path("init", name) for name in self._components.changing_modules}
         epochs = self._records.epoch_files("train") | self._records.epoch_files("val")
-        return Changes(epochs, same_as=last) | self._rows_at(Moment.PREPARED)
+        # Before the rows, which leave out what these files hold.
+        constants = self._constants.begin()
+        return Changes(epochs, same_as=last) | constants | self._rows_at(Moment.PREPARED)
 
     def running_epoch(self) -> Changes:
         """The state inside a training epoch; of its steps only those that are new, and sometimes earlier ones again."""
@@ -295,7 +307,9 @@ class PersistedParts:
         for part in self._tensor_parts:
             is_new = part.has_default and not files.has(part.path)
             if part.is_restored and not is_new:
-                part.owner.load_state_dict(files.read_state(part.path, target_in(part.owner)))
+                constants = self._constants.load(part.module, files) if part.module else {}
+                state = files.read_state(part.path, target_in(part.owner))
+                part.owner.load_state_dict(put_together(constants, state))
         # After the tensors: a scheduler may look at the learning rates of its optimizer.
         folder = files.folder
         for component in self._folder_parts:

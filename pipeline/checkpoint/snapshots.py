@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -38,9 +38,14 @@ class Snapshots:
         self._copies = copies
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, owner: nn.Module | Optimizer) -> tuple[Writer, int]:
+    def take(self, name: str, owner: nn.Module | Optimizer, left_out: Collection[str] = ()) -> tuple[Writer, int]:
         """Return a writer of an owner's state as it is now, and its size in bytes."""
         state = owner.state_dict()
+        if left_out:
+            # The original may be the owner's own dict.
+            state = copy.copy(state)
+            for key in left_out:
+                del state[key]
         check_state(name, state)
         seen: _Copies = {}
         # By the owner, not by a name: two rows may have the same name in different pools.

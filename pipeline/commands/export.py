@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a .pt or .safetensors file")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument("--trained-only", action="store_true", help="leave the frozen modules of experiments out")
+    parser.add_argument(
+        "--adapters", action="store_true", help="leave out frozen modules and all parameters that were not trained"
+    )
     _add_pairs(parser, "--rename", "MODULE=NEW", "rename a module; repeatable")
     parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut it off the keys of foreign files")
     _add_pairs(parser, "--key-map", "OLD=NEW", "rename keys of foreign files, or how they begin; repeatable")
@@ -86,7 +89,13 @@ def _read(word: str, arguments: argparse.Namespace) -> list[Exported]:
         raise UsageError(f"A source must be EXP, EXP:POOL, EXP:POOL:MODULE or a file, but is {word!r} instead.")
     pool = rest[0] if rest else "best"
     module = rest[1] if len(rest) > 1 else None
-    return from_experiment(ExperimentPaths(home, name), pool, module, trained_only=arguments.trained_only)
+    return from_experiment(
+        ExperimentPaths(home, name),
+        pool,
+        module,
+        trained_only=arguments.trained_only or arguments.adapters,
+        leaves_constants_out=arguments.adapters,
+    )
 
 
 def _rename(exported: list[Exported], renames: dict[str, str]) -> list[tuple[Exported, str]]:

@@ -10,9 +10,10 @@ from pipeline.command_lines import run_line
 from pipeline.lifecycle.frozen_copy import differing_files
 from pipeline.lifecycle.mode import check_results_exist, inspect_results
 from pipeline.lifecycle.starts import last_num_processes, reset_flags
-from pipeline.paths import MODULE_CKPS, ExperimentPaths, data_home
+from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import check_free
 from pipeline.store.verify import Inspection, inspect
+from pipeline.store.weight_pools import damaged_pools, pool_names
 from pipeline.system.formatting import shown_bytes
 
 EXAMPLE = "example:\n  training-pipeline fsck digits"
@@ -95,13 +96,11 @@ def _problems(paths: ExperimentPaths, inspection: Inspection) -> Iterator[str]:
 
 def _damaged_pools(inspection: Inspection) -> Iterator[str]:
     """Yield which weights are lost and which ones can still be evaluated or exported, if any are lost."""
-    prefix = f"{MODULE_CKPS}/"
     damaged = {path for damage in inspection.damages for path in damage.paths}
-    lost = {path.split("/")[1] for path in damaged if path.startswith(prefix)}
+    lost = damaged_pools({path for manifest in inspection.commits for path in manifest.files}, damaged)
     if lost:
-        files = list(inspection.commits[0].files) if inspection.commits else []
-        pools = dict.fromkeys(path.split("/")[1] for path in files if path.startswith(prefix))
         # Of the current commit: a pool of an older one may be lost while its successor is whole.
-        broken = {path.split("/")[1] for path in files if path in damaged and path.startswith(prefix)}
-        intact = ", ".join(pool for pool in pools if pool not in broken) or "none"
+        current = inspection.commits[0]
+        broken = damaged_pools(current.files, damaged)
+        intact = ", ".join(pool for pool in pool_names(current) if pool not in broken) or "none"
         yield f"  damaged weight pools: {', '.join(sorted(lost))}; intact: {intact}"

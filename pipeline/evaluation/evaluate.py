@@ -15,7 +15,9 @@ from pipeline.errors import InvalidExperiment, PipelineError, Problem, Unreadabl
 from pipeline.evaluation.result import BLOCKS, Facts, Outcome
 from pipeline.experiment.assembly import Experiment, assemble_for_evaluation, read_metrics
 from pipeline.experiment.checks.data import read_splits
+from pipeline.experiment.constant_parameters import Record, check_rebuilt
 from pipeline.experiment.dataset_fingerprints import Fingerprints, changed_splits, fingerprint_splits
+from pipeline.experiment.initial_weights import rebuild_modules
 from pipeline.experiment.pymodules.contracts import takes
 from pipeline.experiment.settings.settings import Settings, parse_settings, read_contents
 from pipeline.experiment.sharding import mesh_of
@@ -23,8 +25,10 @@ from pipeline.lifecycle.frozen_copy import digest_folder, refuse_edited_copy
 from pipeline.lifecycle.mode import check_results_exist
 from pipeline.paths import ExperimentPaths
 from pipeline.serialization.fingerprint import fingerprint
+from pipeline.serialization.torch_files import put_together
 from pipeline.store.manifest import Entry, Manifest
 from pipeline.store.weight_pools import (
+    CONSTANT_RECORD,
     FROZEN,
     HeldFiles,
     ModuleFiles,
@@ -174,7 +178,7 @@ def _restore_pool(
         for change in changed_splits(manifest.fingerprints, splits[0]) if processes.is_rank_zero else []:
             LOGGER.warning("The data is not what %s began with: %s.", paths.name, change)
         weights = _choose_weights(paths, manifest, request.pool)
-        processes.on_all_ranks(_load, experiment, weights, counter_entries(manifest), held)
+        processes.on_all_ranks(_load, paths, experiment, weights, counter_entries(manifest), held)
     return experiment, manifest, splits[0]
 
 
@@ -215,13 +219,26 @@ def _check_points(experiment: Experiment, split: str) -> None:
         LOGGER.warning("Dataset %s has no points in the %s split and is left out.", name, split)
 
 
-def _load(experiment: Experiment, weights: dict[str, ModuleFiles], counters: dict[str, Entry], held: HeldFiles) -> None:
+def _load(
+    paths: ExperimentPaths,
+    experiment: Experiment,
+    weights: dict[str, ModuleFiles],
+    counters: dict[str, Entry],
+    held: HeldFiles,
+) -> None:
     """Load the weights of all modules, and the data counters."""
+    rebuilt = [name for name, files in weights.items() if CONSTANT_RECORD in files]
+    training = experiment.settings.training
+    rebuild_modules(experiment.components.modules, rebuilt, paths, experiment.folder, training)
     for name, module in experiment.components.all_modules.items():
         if name not in weights:
             raise PipelineError(f"Module {name!r} has no weights in this pool.")
         try:
-            module.load_state_dict(held.state(weights[name], target_in(module)))
+            state = held.state(weights[name], target_in(module))
+            if CONSTANT_RECORD in weights[name]:
+                record = Record.from_json(held.document(weights[name][CONSTANT_RECORD]))
+                state = put_together(check_rebuilt(name, module, record, experiment.folder), state)
+            module.load_state_dict(state)
         except RuntimeError as error:
             # torch's message has several lines, one for each kind of misfit.
             reason = " ".join(str(error).split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,24 @@ import torch
 
 from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError, UnreadableFile, UsageError, nearest
-from pipeline.experiment.initial_weights import modules_in, pick_module, renamed_keys
+from pipeline.experiment.assembly import read_modules
+from pipeline.experiment.constant_parameters import Record, Tensors, check_rebuilt
+from pipeline.experiment.initial_weights import modules_in, pick_module, rebuild_modules, renamed_keys
+from pipeline.experiment.settings.settings import parse_settings, read_contents
 from pipeline.lifecycle.mode import check_results_exist
 from pipeline.paths import ExperimentPaths
-from pipeline.serialization.torch_files import SAFETENSORS, load_weights, safetensors_package
+from pipeline.serialization.torch_files import SAFETENSORS, load_weights, put_together, safetensors_package
 from pipeline.store.manifest import Entry, Manifest
-from pipeline.store.weight_pools import FROZEN, ModuleFiles, epoch_of, open_commit_on_all_ranks, pool_entries
+from pipeline.store.weight_pools import (
+    CONSTANT_FILE,
+    CONSTANT_RECORD,
+    FROZEN,
+    HeldFiles,
+    ModuleFiles,
+    epoch_of,
+    open_commit_on_all_ranks,
+    pool_entries,
+)
 from pipeline.system.disk import Writer
 
 SUFFIXES = (".pt", SAFETENSORS)
@@ -53,7 +66,9 @@ class Exported:
         return sum(value.numel() for value in self.weights.values() if isinstance(value, torch.Tensor))
 
 
-def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, trained_only: bool) -> list[Exported]:
+def from_experiment(
+    paths: ExperimentPaths, pool: str, module: str | None, *, trained_only: bool, leaves_constants_out: bool = False
+) -> list[Exported]:
     """Read a pool and the frozen modules, or one module; damaged files are refused by name."""
 
     def choose_modules(manifest: Manifest) -> list[tuple[str, str, ModuleFiles]]:
@@ -61,6 +76,12 @@ def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, tr
         modules = [
             (origin, name, files) for origin in pools for name, files in pool_entries(paths, manifest, origin).items()
         ]
+        if leaves_constants_out:
+            common = {CONSTANT_FILE, CONSTANT_RECORD}
+            modules = [
+                (origin, name, {file: entry for file, entry in files.items() if file not in common})
+                for origin, name, files in modules
+            ]
         if module is None:
             return modules
         known = [name for _, name, _ in modules]
@@ -75,12 +96,29 @@ def from_experiment(paths: ExperimentPaths, pool: str, module: str | None, *, tr
     check_results_exist(paths)
     exported = []
     with open_commit_on_all_ranks(paths, Processes(), choose_entries) as (manifest, held):
-        for origin, name, files in choose_modules(manifest):
+        chosen = choose_modules(manifest)
+        rebuilt = _rebuild(paths, held, {name: files for _, name, files in chosen if CONSTANT_RECORD in files})
+        for origin, name, files in chosen:
             epoch = epoch_of(manifest, origin)
             commit = max(entry.generation for entry in files.values())
             place = ("" if epoch is None else f"epoch {epoch}, ") + f"commit {commit}"
-            exported.append(Exported(name, f"{paths.name}:{origin}", held.state(files), place))
+            weights = put_together(rebuilt.get(name, {}), held.state(files))
+            exported.append(Exported(name, f"{paths.name}:{origin}", weights, place))
     return exported
+
+
+def _rebuild(paths: ExperimentPaths, held: HeldFiles, recorded: Mapping[str, ModuleFiles]) -> dict[str, Tensors]:
+    """Return what the commits of some modules leave out, as the code of the experiment and its sources make it."""
+    if not recorded:
+        return {}
+    # The results are only read.
+    sys.dont_write_bytecode = True
+    folder = paths.results / "pymodules"
+    settings = parse_settings(read_contents(paths.results / "settings"))
+    modules = read_modules(folder, settings)
+    rebuild_modules(modules, recorded.keys(), paths, folder, settings.training)
+    records = {name: Record.from_json(held.document(files[CONSTANT_RECORD])) for name, files in recorded.items()}
+    return {name: check_rebuilt(name, modules[name].module, record, folder) for name, record in records.items()}
 
 
 def from_file(path: Path, entry: str | None, strip_prefix: str, key_map: Mapping[str, str]) -> list[Exported]:

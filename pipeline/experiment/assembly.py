@@ -23,10 +23,11 @@ from pipeline.experiment.checks.parameters import (
     sync_batchnorm_problems,
 )
 from pipeline.experiment.compilation import compile_module
+from pipeline.experiment.constant_parameters import saving_problems
 from pipeline.experiment.optimizers import create_optimizers, create_schedulers, name_groups, scale_rates
 from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.contracts import ContractReader
-from pipeline.experiment.pymodules.definitions import Components, MetricDefinition
+from pipeline.experiment.pymodules.definitions import Components, MetricDefinition, ModuleDefinition
 from pipeline.experiment.pymodules.loader import PymoduleLoader
 from pipeline.experiment.pymodules.user_code import user_problem
 from pipeline.experiment.settings.parameters import PARAMETERS
@@ -170,6 +171,16 @@ def read_metrics(folder: Path, settings: Settings) -> dict[str, MetricDefinition
     return metrics
 
 
+def read_modules(folder: Path, settings: Settings) -> dict[str, ModuleDefinition]:
+    """Return the modules of an experiment alone, as their files make them."""
+    loader = PymoduleLoader(folder, settings.training.seed, settings.parameters)
+    reader = ContractReader(loader.load(["modules"]))
+    modules = reader.read_modules()
+    if problems := [*loader.problems, *reader.problems]:
+        raise InvalidExperiment(problems)
+    return modules
+
+
 def read_checked_contents(folder: Path, overrides: tuple[str, ...] = ()) -> Contents:
     """Read the settings of an experiment's folder; if they are wrong, report problems of its pymodules as well.
 
@@ -247,6 +258,7 @@ def _assemble(
             if len(optimizers) == len(components.optim_sched):
                 problems += parameter_problems(components, optimizers, folder)
             schedulers = create_schedulers(components, optimizers, folder, problems)
+            problems += saving_problems(components, settings.training, folder)
     assumed = tuple(parts.assumptions)
     is_sharded = mesh is not None
     experiment = Experiment(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from pipeline.command_lines import verb_line
 from pipeline.errors import InvalidExperiment, Problem, UnreadableFile, UsageError, nearest
+from pipeline.experiment.constant_parameters import source_name
 from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition, WeightSource
 from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.experiment.sharding import spread_like
-from pipeline.paths import MODULE_CKPS, ExperimentPaths, check_name, pool_file, results_names
+from pipeline.paths import CONSTANT, MODULE_CKPS, ExperimentPaths, check_name, pool_file, results_names
 from pipeline.serialization.sharded_files import load_state, names_in
+from pipeline.serialization.torch_files import put_together
 
 # What a file holds: dicts of tensors, whose keys are names or, in files of others, anything else.
 Weights = Mapping[object, object]
@@ -27,8 +32,37 @@ def load_initial_weights(
     components: Components, paths: ExperimentPaths, folder: Path, training: TrainingSettings
 ) -> None:
     """Fill every module that names a source, or for which the settings name one; all problems are raised together."""
-    problems = list(_unknown_modules(components, training))
-    for name, definition in components.modules.items():
+    problems = [*_unknown_modules(components, training), *_fill_all(components.modules, paths, folder, training)]
+    if problems:
+        raise InvalidExperiment(problems)
+
+
+def rebuild_modules(
+    modules: Mapping[str, ModuleDefinition],
+    rebuilt: Collection[str],
+    paths: ExperimentPaths,
+    folder: Path,
+    training: TrainingSettings,
+) -> None:
+    """Fill modules whose commits leave parameters out with what they began with; averages of them, too."""
+    sources = dict.fromkeys(source_name(modules, name) for name in rebuilt)
+    problems = [
+        replace(problem, what=f'save: "trained" needs what this module began with, but {problem.what}')
+        for problem in _fill_all({name: modules[name] for name in sources}, paths, folder, training)
+    ]
+    if problems:
+        raise InvalidExperiment(problems)
+    for name in rebuilt:
+        source = modules[source_name(modules, name)]
+        if source is not modules[name]:
+            modules[name].module.load_state_dict(source.module.state_dict())
+
+
+def _fill_all(
+    modules: Mapping[str, ModuleDefinition], paths: ExperimentPaths, folder: Path, training: TrainingSettings
+) -> Iterator[Problem]:
+    """Fill the modules that have a source, and yield what is wrong with it."""
+    for name, definition in modules.items():
         source = _source_of(name, definition, training)
         # An average starts as a copy of its source.
         if source is None or definition.average is not None:
@@ -36,26 +70,24 @@ def load_initial_weights(
         where = str(folder / "modules" / f"{name}.py")
         try:
             path = _source_file(source, paths)
-            loaded = load_state(path)
+            loaded = _load(source, path, paths)
             # A file that the author provides may hold several modules; one of another experiment holds one.
             if source.file is not None:
                 weights = _pick_or_only(loaded, name, path, may_be_alone=name in training.module_weights)
             elif source.ckp_name and source.module_name is not None:
                 weights = pick_module(loaded, source.module_name, path)
             else:
-                modules = modules_in(loaded, path)
-                if len(modules) > 1:
-                    raise ValueError(f"{path} holds the modules {', '.join(modules)}; choose one with module_name")
-                weights = next(iter(modules.values()))
+                entries = modules_in(loaded, path)
+                if len(entries) > 1:
+                    raise ValueError(f"{path} holds the modules {', '.join(entries)}; choose one with module_name")
+                weights = next(iter(entries.values()))
             renamed = renamed_keys(weights, source.strip_prefix, source.key_map)
         except (UnreadableFile, UsageError, ValueError) as error:
-            problems.append(Problem(where, str(error)))
+            yield Problem(where, str(error))
             continue
         mismatch = _fill(definition.module, renamed, source, path)
         if mismatch:
-            problems.append(Problem(where, mismatch))
-    if problems:
-        raise InvalidExperiment(problems)
+            yield Problem(where, mismatch)
 
 
 def _unknown_modules(components: Components, training: TrainingSettings) -> Iterator[Problem]:
@@ -75,6 +107,35 @@ def _source_of(name: str, definition: ModuleDefinition, training: TrainingSettin
     if definition.source is None and training.init_from is not None:
         return WeightSource(file=training.init_from)
     return definition.source
+
+
+def describe_source(name: str, definition: ModuleDefinition, training: TrainingSettings) -> str:
+    """Return where a module starts from, in words."""
+    source = _source_of(name, definition, training)
+    if source is None:
+        return f"pymodules/modules/{name}.py"
+    if source.file is not None:
+        return f"the file {source.file}"
+    if source.ckp_name is not None:
+        return f"the file {source.ckp_name} (load_weights_from_ckp)"
+    return f"{source.exp_name}:{source.ckp_pool_name}:{source.module_name} (load_weights_from_exp)"
+
+
+def _load(source: WeightSource, path: Path, paths: ExperimentPaths) -> object:
+    """Return what a source holds; of another experiment's module also what all of its pools have in common."""
+    if source.file is not None or source.ckp_name is not None:
+        return load_state(path)
+    constant = path.parents[1] / CONSTANT / f"{source.module_name}.pt"
+    if constant.with_suffix(".json").is_file():
+        module = f"{source.exp_name}:{source.ckp_pool_name}:{source.module_name}"
+        folder = paths.module_ckps
+        line = verb_line("export", module, paths.home, "--out", str(folder / f"{source.module_name}.pt"))
+        make_folder = "" if folder.is_dir() else f"mkdir -p {shlex.quote(str(folder))} && "
+        raise ValueError(
+            f'{module} has save: "trained", so {path} holds a part of its weights only\n    fix: {make_folder}{line}\n'
+            f"      and then start from that file: load_weights_from_ckp with ckp_name {source.module_name!r}"
+        )
+    return put_together(load_state(constant), load_state(path)) if constant.is_file() else load_state(path)
 
 
 def _pick_or_only(loaded: object, name: str, path: Path, *, may_be_alone: bool) -> Weights:
@@ -113,7 +174,7 @@ def _source_file(source: WeightSource, paths: ExperimentPaths) -> Path:
         listed = f"there are {', '.join(known) or 'none'}.{nearest(other.name, known)}"
         raise ValueError(f"load_weights_from_exp needs the results of experiment {other.name!r}; {listed}")
     if not path.exists():
-        pools = sorted(entry.name for entry in (other.data / MODULE_CKPS).glob("*"))
+        pools = sorted(entry.name for entry in (other.data / MODULE_CKPS).glob("*") if entry.name != CONSTANT)
         modules = names_in(path.parent)
         raise ValueError(
             f"load_weights_from_exp needs {path}, but experiment {source.exp_name!r} has the pools "

@@ -7,6 +7,7 @@ shows one element a trillion times. ``_Rehearsal`` refuses such a file before to
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
@@ -74,6 +75,15 @@ def load_tensors(path: Path, opened: BinaryIO | None = None) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
         except RuntimeError as error:
             raise ValueError(f"torch refuses it: {error}") from error
+
+
+def put_together(constant: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole state of a module from two files, of which the second has the newer values."""
+    # A copy of the second keeps what hangs on a state dict besides its items, such as versions of its layers.
+    state = copy.copy(rest)
+    for name, value in constant.items():
+        state.setdefault(name, value)
+    return state
 
 
 def load_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,12 +12,12 @@ from typing import Any, BinaryIO
 from pipeline.command_lines import verb_line
 from pipeline.distributed.processes import Processes
 from pipeline.errors import DamagedResults, PipelineError, UsageError, nearest
-from pipeline.paths import DATA_COUNTER_DATA, MODULE_CKPS, ExperimentPaths
+from pipeline.paths import CONSTANT, DATA_COUNTER_DATA, MODULE_CKPS, ExperimentPaths
 from pipeline.progress import EVALUATION, FINISHED, TRAINING
 from pipeline.serialization.sharded_files import Target, load_shards, whole
-from pipeline.serialization.torch_files import load_tensors
+from pipeline.serialization.torch_files import load_tensors, put_together
 from pipeline.store.generations import Generations, matches
-from pipeline.store.manifest import Entry, Manifest
+from pipeline.store.manifest import Entry, JsonObject, Manifest
 from pipeline.store.store import read_current_manifest
 from pipeline.system.disk import Digest
 from pipeline.system.files import regular_size
@@ -26,8 +27,11 @@ _POOLS = f"{MODULE_CKPS}/"
 _COUNTERS = f"{DATA_COUNTER_DATA}/"
 # A reader that is slower than this many commits in a row gives up.
 _MAX_ATTEMPTS = 20
-# The files of one module by their names in its folder of shards; a file that is the whole module has no such name.
+# The files of one module by their names in its folder of shards; a file that is the whole module has no such name. What
+# all pools of a module have in common is one more file, or a record that stands for it.
 ModuleFiles = dict[str, Entry]
+CONSTANT_FILE = f"{CONSTANT}.pt"
+CONSTANT_RECORD = f"{CONSTANT}.json"
 
 
 class CommitSuperseded(PipelineError):
@@ -47,7 +51,31 @@ def newest_commit(paths: ExperimentPaths) -> Manifest:
 
 def pool_names(manifest: Manifest) -> list[str]:
     """Return the weight pools of a commit."""
-    return sorted({path.split("/")[1] for path in manifest.files if path.startswith(_POOLS)})
+    return sorted({path.split("/")[1] for path in manifest.files if path.startswith(_POOLS)} - {CONSTANT})
+
+
+def constant_path(module: str, kind: str = CONSTANT_FILE) -> str:
+    """Return where the constant parameters of a module are below data/, or the record that stands for them."""
+    return f"{_POOLS}{CONSTANT}/{module}{Path(kind).suffix}"
+
+
+def constant_entries(files: Mapping[str, Entry], module: str) -> ModuleFiles:
+    """Return the file of a module's constant parameters, or the record; nothing if the module has neither."""
+    paths = {kind: constant_path(module, kind) for kind in (CONSTANT_FILE, CONSTANT_RECORD)}
+    return {kind: files[path] for kind, path in paths.items() if path in files}
+
+
+def damaged_pools(paths: Iterable[str], damaged: Collection[str]) -> set[str]:
+    """Return the pools that cannot be read whole; the constant parameters of a module belong to all of its pools."""
+    constants = {_module_of(path) for path in damaged if path.startswith(f"{_POOLS}{CONSTANT}/")}
+    pools = [path for path in paths if path.startswith(_POOLS)]
+    lost = {path.split("/")[1] for path in pools if path in damaged or _module_of(path) in constants}
+    return lost - {CONSTANT}
+
+
+def _module_of(path: str) -> str:
+    """Return the module that a file below the pools belongs to."""
+    return path.split("/")[2].removesuffix(".pt").removesuffix(".json")
 
 
 def epoch_of(manifest: Manifest, pool: str) -> int | None:
@@ -76,8 +104,10 @@ def pool_entries(paths: ExperimentPaths, manifest: Manifest, pool: str) -> dict[
         if path.startswith(prefix):
             module, _, file = path.removeprefix(prefix).partition("/")
             modules.setdefault(module if file else Path(module).stem, {})[file] = entry
+    for name, files in modules.items():
+        files |= constant_entries(manifest.files, name)
     # An experiment without frozen modules has no such pool, which is not an error.
-    if not modules and pool != FROZEN:
+    if (not modules and pool != FROZEN) or pool == CONSTANT:
         known = [name for name in pool_names(manifest) if name != FROZEN]
         listed = ", ".join(known) or "none"
         raise UsageError(f"{paths.name!r} has no pool {pool!r}; there are {listed}.{nearest(pool, known)}")
@@ -161,13 +191,30 @@ class HeldFiles:
             raise self._damage(path, error.strerror or str(error)) from error
 
     def state(self, files: ModuleFiles, target: Target = whole) -> Any:
-        """Return what the files of a module hold, once their digests hold; ``target`` is where shards go."""
-        opened = {name: self._open_verified(entry) for name, entry in files.items()}
-        stored = self._stored(next(iter(files.values())))
+        """Return what the files of a module hold, once their digests hold; ``target`` is where shards go.
+
+        Where a record stands for constant parameters, these are missing.
+        """
+        entries = {name: entry for name, entry in files.items() if name != CONSTANT_RECORD}
+        opened = {name: self._open_verified(entry) for name, entry in entries.items()}
+        stored = self._stored(next(iter(entries.values())))
         try:
-            return load_tensors(stored, opened[""]) if "" in opened else load_shards(stored.parent, target, opened)
+            if "" not in opened:
+                return load_shards(stored.parent, target, opened)
+            state = load_tensors(stored, opened[""])
+            if CONSTANT_FILE in opened:
+                constant = load_tensors(self._stored(entries[CONSTANT_FILE]), opened[CONSTANT_FILE])
+                return put_together(constant, state)
+            return state
         finally:
-            self._release(files.values())
+            self._release(entries.values())
+
+    def document(self, entry: Entry) -> JsonObject:
+        """Return a committed JSON document, once its digest holds."""
+        content = self._open_verified(entry).read()
+        self._release([entry])
+        value: JsonObject = json.loads(content)
+        return value
 
     def copy(self, entry: Entry, target: Path) -> None:
         """Write a file's content to another place, once its digest holds."""
@@ -206,12 +253,14 @@ class HeldFiles:
 
     def _damage(self, path: Path, reason: str) -> DamagedResults:
         """Return the error of a file that is damaged; it names the pools that could be used instead."""
+        files = self._manifest.files
         damaged = {
-            name.split("/")[1]
-            for name, entry in self._manifest.files.items()
+            name
+            for name, entry in files.items()
             if name.startswith(_POOLS) and not matches(self._stored(entry), entry.digest)
         }
-        intact = ", ".join(pool for pool in pool_names(self._manifest) if pool not in damaged) or "none"
+        lost = damaged_pools(files, damaged)
+        intact = ", ".join(pool for pool in pool_names(self._manifest) if pool not in lost) or "none"
         return DamagedResults(
             f"{path} is damaged: {reason}. Intact pools of {self._paths.name!r}: {intact}.\n"
             f"  fix: {verb_line('fsck', self._paths.name, self._paths.home)}    (shows from what it can be restored)"

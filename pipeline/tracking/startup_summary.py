@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from pipeline.command_lines import run_line, verb_line
 from pipeline.components import Losses
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.constant_parameters import constant_names, select, source_name
+from pipeline.experiment.initial_weights import describe_source
 from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.paths import MODULE_CKPS, ExperimentPaths
 from pipeline.progress import Progress
@@ -74,26 +76,40 @@ def _part_lines(experiment: Experiment) -> Iterator[str]:
     for name, splits in experiment.splits.items():
         sizes = ", ".join(f"{split} {len(indices):,}" for split, indices in splits.items())
         yield f"dataset {name}: {sizes} points, batches of {experiment.components.dataloaders[name].train.batch_size}"
+    constant = constant_names(experiment.components, experiment.settings.training)
     for name, module in experiment.components.all_modules.items():
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
         trained = sum(count for count, is_trained in counts if is_trained)
         spread = ", sharded" if any(is_sharded(parameter) for parameter in module.parameters()) else ""
         average = experiment.components.averages.get(name)
         kind = f"{trained:,} trained" if average is None else f"an average of {average.source}"
-        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {kind}{spread}"
+        saved = _describe_saving(experiment, name, constant.get(name, []))
+        yield f"module {name}: {sum(count for count, _ in counts):,} parameters, {kind}{spread}{saved}"
     for name, groups in experiment.learning_rates().items():
         rates = ", ".join(f"{group} {rate:.3e}" for group, rate in groups.items())
         yield f"learning rates of {name}: {rates}"
 
 
+def _describe_saving(experiment: Experiment, name: str, constant: list[str]) -> str:
+    """Return what commits hold of parameters that are not trained; nothing for a module without such parameters."""
+    if not constant:
+        return ""
+    modules = experiment.components.modules
+    number = sum(tensor.numel() for tensor in select(modules[name].module, constant).values())
+    origin = source_name(modules, name)
+    if not modules[origin].saves_trained_only:
+        return f"; {number:,} others are saved once"
+    source = describe_source(origin, modules[origin], experiment.settings.training)
+    return f"; {number:,} others are not saved, because every start takes them from {source}"
+
+
 def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]:
     """Yield how much the results will need, estimated from the weights, and a warning if it may not fit."""
-    trained = sum(
-        parameter.numel() * parameter.element_size()
-        for module in experiment.components.changing_modules.values()
-        for parameter in module.parameters()
-    )
-    needed = _NUM_KEPT_COPIES * trained
+    constant = constant_names(experiment.components, experiment.settings.training)
+    needed = 0
+    for name, module in experiment.components.changing_modules.items():
+        once = _count_bytes(select(module, constant.get(name, [])).values())
+        needed += _NUM_KEPT_COPIES * (_count_bytes(module.parameters()) - once) + once
     free = Disk().free_bytes(paths.results)
     yield f"disk: about {shown_bytes(needed)} needed, {shown_bytes(free)} free"
     if free < needed:
@@ -102,6 +118,10 @@ def _disk_lines(paths: ExperimentPaths, experiment: Experiment) -> Iterator[str]
             f"{shown_bytes(free)} are free. A run that cannot commit stops; free some space, or choose another "
             "--data-home."
         )
+
+
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def step_lines(plan: StepPlan, experiment: Experiment, processes: Processes) -> Iterator[str]:

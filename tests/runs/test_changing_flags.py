@@ -76,7 +76,9 @@ def run_at(home: Path, nproc: int, *words: str, env: dict[str, str] | None = Non
 
 
 def weights(home: Path, module: str, pool: str = "last") -> torch.Tensor:
-    state = read_any(home / DATA / f"module_ckps/{pool}/{module}.pt")
+    pools = home / DATA / "module_ckps"
+    constant = pools / f"constant/{module}.pt"
+    state = (read_any(constant) if constant.exists() else {}) | read_any(pools / f"{pool}/{module}.pt")
     return torch.cat([one.double().reshape(-1) for one in state.values()])
 
 

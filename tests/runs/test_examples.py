@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.new import templates, templates_folder
+from pipeline.paths import ExperimentPaths
+from pipeline.serialization.torch_files import load_tensors
 from pipeline.store.compare import first_difference
+from pipeline.store.weight_pools import newest_commit
 from tests.crash.campaign import live
 from tests.support.running import run_process
 from tests.support.verbs import call
@@ -19,6 +22,7 @@ QUALITY = {
     "diffusion": ("distance", 0.006),
     "digits": ("digit_accuracy", 0.95),
     "gan": ("distance", 0.02),
+    "finetune": ("digit_accuracy", 0.8),
     "language_model": ("bits_per_character", 3.2),
     "minimal": ("squared_error", 0.01),
     "regression": ("error_in_metres", 1.0),
@@ -29,18 +33,33 @@ SHORT = {
     "diffusion": ["parameters.num_epochs=2", "data_loading.steps_per_epoch=20"],
     "digits": ["parameters.num_epochs=4"],
     "gan": ["parameters.num_epochs=2", "data_loading.steps_per_epoch=20"],
+    "finetune": ["parameters.num_epochs=3"],
     "language_model": ["parameters.num_steps=60", "data_loading.steps_per_epoch=20", "parameters.max_eval_windows=50"],
     "minimal": [],
     "regression": ["parameters.num_epochs=6", "parameters.num_throws=300"],
     "segmentation": ["parameters.num_epochs=2", "parameters.num_images=100"],
 }
-SLOW = {"diffusion", "gan", "language_model", "regression", "segmentation"}
+SLOW = {"diffusion", "finetune", "gan", "language_model", "regression", "segmentation"}
 HIGHER_IS_BETTER = ("digit_accuracy", "miou")
+# The experiment of this name that an example starts from.
+SOURCES = {"finetune": "digits"}
 DATA = Path("experiment_results/tiny/data")
 
 
 def examples() -> list[object]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in QUALITY]
+
+
+def write_example(home: Path, name: str, *changes: str, short_source: bool = False) -> None:
+    """Write an example as `tiny`; one that starts from another experiment gets that as well, trained."""
+    words = [word for change in changes for word in ("--set", change)]
+    assert call(home, "new", "tiny", "--template", name, *words) == 0
+    if name in SOURCES:
+        source = SOURCES[name]
+        shorter = ("--set", "parameters.num_epochs=2") if short_source else ()
+        assert call(home, "new", source, "--template", source, *shorter) == 0
+        done = run_process(home, name=source, nproc=2)
+        assert done.returncode == 0, done.stderr
 
 
 def best_value(home: Path, register: str) -> float:
@@ -58,7 +77,7 @@ def test_every_example_has_a_quality() -> None:
 def test_example_learns_what_its_page_says(tmp_path: Path, name: str) -> None:
     """Written by `new` and trained with two processes, it ends at the stated quality, for which training is needed."""
     register, bound = QUALITY[name]
-    assert call(tmp_path, "new", "tiny", "--template", name) == 0
+    write_example(tmp_path, name)
     done = run_process(tmp_path, nproc=2)
     assert done.returncode == 0, done.stderr
     is_higher_better = register in HIGHER_IS_BETTER
@@ -92,13 +111,44 @@ def test_gan_needs_registers_of_its_own_for_each_optimizer(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_finetune_needs_its_adapters(tmp_path: Path) -> None:
+    """With factors of rank 0 the head alone is trained, and the stated quality is missed."""
+    register, bound = QUALITY["finetune"]
+    write_example(tmp_path, "finetune", "parameters.rank=0")
+    done = run_process(tmp_path, nproc=2)
+    assert done.returncode == 0, done.stderr
+    assert best_value(tmp_path, register) < bound
+
+
+@pytest.mark.slow
+def test_commit_of_finetune_is_as_small_as_its_adapters(tmp_path: Path) -> None:
+    """A commit writes at most 1.2 times the bytes of the adapters and their optimizer states, besides records."""
+    write_example(tmp_path, "finetune", "parameters.num_epochs=1", short_source=True)
+    done = run_process(tmp_path, nproc=2)
+    assert done.returncode == 0, done.stderr
+    paths = ExperimentPaths(tmp_path, "tiny")
+    files = newest_commit(paths).files
+    number = files["module_ckps/last/backbone.pt"].generation
+    # Names of earlier files, and further names of new ones, are links.
+    new = {entry.object for entry in files.values() if entry.generation == number}
+    written = {name.split("/", 1)[1]: (paths.generations / name).stat().st_size for name in new}
+    assert {*written} >= {"module_ckps/last/backbone.pt", "module_ckps/last/head.pt", "optim_ckps/main.pt"}
+    states = sum(size for path, size in written.items() if path.startswith(("module_ckps/", "optim_ckps/")))
+    trained = [load_tensors(paths.data / f"module_ckps/last/{name}.pt") for name in ("backbone", "head")]
+    moments = load_tensors(paths.data / "optim_ckps/main.pt")["state"].values()
+    assert states <= 1.2 * sum(tensor.nbytes for state in (*trained, *moments) for tensor in state.values())
+    # All weights of the backbone are many times as large.
+    assert written["module_ckps/last/backbone.pt"] < files["module_ckps/constant/backbone.pt"].digest.size / 5
+    assert sum(written.values()) - states < 10_000, "records"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUALITY)
 def test_killed_example_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     """Killed twice at two processes and resumed, it ends like one that was left alone."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    changes = [word for change in [*SHORT[name], "training.checkpoint_every_steps=3"] for word in ("--set", change)]
     for home in (undisturbed, killed):
-        assert call(home, "new", "tiny", "--template", name, *changes) == 0
+        write_example(home, name, *SHORT[name], "training.checkpoint_every_steps=3", short_source=True)
     done = run_process(undisturbed, nproc=2)
     assert done.returncode == 0, done.stderr
     draw = random.Random(3)

@@ -231,7 +231,8 @@ ELSEWHERE = {
     "commands.stop.execute",
     "command_lines.run_line",
     "launch.hosted_agent._conclude",
-    # In tests/runs/test_nan.py and test_hosting.py.
+    # In tests/runs/test_adapters.py, test_nan.py and test_hosting.py.
+    "experiment.initial_weights._load",
     "loop._report_skipped",
     "commands.stop._kill_all",
     "launch.torchrun_command.start_in_background",

@@ -57,7 +57,9 @@ def plain(home: Path) -> Plain:
     experiment = assemble(folder / "pymodules", settings, CPU)
     experiment.create_module_transforms()
     for name, module in experiment.components.trained_modules.items():
-        module.load_state_dict(read_any(folder / f"data/module_ckps/init/{name}.pt"))
+        constant = folder / f"data/module_ckps/constant/{name}.pt"
+        begun = read_any(constant) if constant.exists() else {}
+        module.load_state_dict(begun | read_any(folder / f"data/module_ckps/init/{name}.pt"))
     steps, keys = [], []
     with closing(BatchRunner(experiment, Processes(), "train")) as runner:
         plan = create_plan(runner.shapes, settings, experiment.max_steps)
@@ -215,6 +217,84 @@ def test_fine_tuning_on_ragged_text_with_masked_prompts(tmp_path: Path) -> None:
     run_inside(tmp_path)
     given = plain(tmp_path)
     check_losses(tmp_path, train(given, sgd(given.modules), mean_over_tokens(given)))
+
+
+def test_low_rank_adapters_on_a_frozen_layer(tmp_path: Path) -> None:
+    """Workload 7: only the factors beside a fixed weight are trained, and commits hold nothing else of that layer."""
+    files = {
+        "pymodules/datasets/points.py": """
+            import torch
+
+
+            class Points:
+                def __getitem__(self, idx):
+                    inputs = torch.randn(12, generator=torch.Generator().manual_seed(idx))
+                    return {"x": inputs, "label": (inputs[:4].abs().argmax())}
+
+                def get_split_idxs(self, split):
+                    return range(60) if split == "train" else range(60, 70)
+
+
+            dataset = Points()
+        """,
+        "pymodules/dataloaders/points.py": 'train_dataloader_args = {"batch_size": 6}\n',
+        "pymodules/modules/net.py": """
+            import torch
+            from torch import nn
+
+
+            class LowRank(nn.Module):
+                def __init__(self, layer, rank):
+                    super().__init__()
+                    self.layer = layer.requires_grad_(False)
+                    self.down = nn.Linear(layer.in_features, rank, bias=False)
+                    self.up = nn.Linear(rank, layer.out_features, bias=False)
+                    nn.init.zeros_(self.up.weight)
+
+                def forward(self, inputs):
+                    return self.layer(inputs) + self.up(self.down(inputs))
+
+
+            module = nn.Sequential(LowRank(nn.Linear(12, 32), 3), nn.Tanh(), LowRank(nn.Linear(32, 32), 3), nn.Tanh(),
+                nn.Linear(32, 4))
+        """,
+        "pymodules/module_transforms/points.py": """
+            import torch.nn.functional as F
+
+            from pipeline.components import BaseModuleTransform
+
+            loss_registers = ["loss"]
+
+
+            class ModuleTransform(BaseModuleTransform):
+                def __call__(self, batch, modules):
+                    return {"loss": F.cross_entropy(modules["net"](batch["x"]), batch["label"], reduction="none")}
+        """,
+        "pymodules/optim_sched/main.py": """
+            from torch.optim import AdamW
+
+
+            def create_optimizer(modules):
+                return AdamW([weight for weight in modules["net"].parameters() if weight.requires_grad], lr=0.02)
+        """,
+    }
+    write(tmp_path, files, ["loss"], data_loading={"step_min_items": 6})
+    run_inside(tmp_path)
+    given = plain(tmp_path)
+    network = given.modules["net"]
+    constant = read_any(tmp_path / RESULTS / "data/module_ckps/constant/net.pt")
+    assert list(constant) == ["0.layer.weight", "0.layer.bias", "2.layer.weight", "2.layer.bias"]
+
+    def compute(batches: list[Any], keys: list[Any]) -> dict[str, torch.Tensor]:
+        (batch,) = batches
+        return {"loss": F.cross_entropy(network(batch["x"]), batch["label"])}
+
+    optimizer = torch.optim.AdamW([weight for weight in network.parameters() if weight.requires_grad], lr=0.02)
+    losses = train(given, optimizer, compute)
+    check_losses(tmp_path, losses)
+    found = read_any(tmp_path / RESULTS / "data/module_ckps/last/net.pt")
+    for name, weight in network.state_dict().items():
+        torch.testing.assert_close((constant | found)[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_diffusion_with_a_moving_average(tmp_path: Path) -> None:

@@ -126,8 +126,12 @@ def test_paths_of_results_are_documented(digits_home: Path) -> None:
     patterns = path_patterns()
     assert [file for file in files if not any(re.fullmatch(one, file) for one in patterns)] == []
     unused = [one for one in patterns if not any(re.fullmatch(one, file) for file in files)]
-    # The example writes no artifacts, and the ready checkpoint savers have no state.
-    assert unused == ["artifacts/[^/]+/epoch_[^/]+/.+", "checkpoint_saver_data/.+"]
+    # The example saves all weights and writes no artifacts, and the ready checkpoint savers have no state.
+    assert unused == [
+        "module_ckps/constant/[^/]+.json",
+        "artifacts/[^/]+/epoch_[^/]+/.+",
+        "checkpoint_saver_data/.+",
+    ]
 
 
 def test_top_of_results_is_documented(digits_home: Path) -> None:

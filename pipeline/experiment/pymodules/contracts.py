@@ -48,7 +48,9 @@ _MODULE_SETTINGS = (
     "strip_prefix",
     "key_map",
     "shard",
+    "save",
 )
+_SAVED = ("all", "trained")
 
 
 # How much a name must be like another one to be taken for a slip of the pen.
@@ -86,7 +88,7 @@ class ContractReader:
                 for name, module in files["data_transforms"].items()
             },
             dataloaders={name: self._read_loading(module) for name, module in files["dataloaders"].items()},
-            modules=self._read_modules(files["modules"]),
+            modules=self.read_modules(),
             module_transforms={
                 name: self._read_module_transform(module) for name, module in files["module_transforms"].items()
             },
@@ -135,7 +137,9 @@ class ContractReader:
             self._assume(module, f"{name}['batch_size']", str(LoaderArguments.batch_size))
         return read_loader_arguments(given, name, partial(self._report, module))
 
-    def _read_modules(self, files: Mapping[str, ModuleType]) -> dict[str, ModuleDefinition]:
+    def read_modules(self) -> dict[str, ModuleDefinition]:
+        """Return the modules alone; meaningful only if no problems were found."""
+        files = self._files["modules"]
         modules = {name: self._read_module(module) for name, module in files.items()}
         for name, what, fix in average_problems(modules):
             self._report(files[name], "settings", what, fix)
@@ -166,6 +170,8 @@ class ContractReader:
         for key, kind in _MODULE_SETTING_TYPES.items():
             if key in given and not isinstance(given[key], kind):
                 self._report(module, f"settings[{key!r}]", f"must be of type {kind.__name__}, but is {given[key]!r}")
+        if (saved := given.get("save", "all")) not in _SAVED:
+            self._report(module, "settings['save']", f'must be "all" or "trained", but is {saved!r}')
         # None and an empty list differ: a frozen module is sharded only where its author asks for it.
         patterns = given.get("shard")
         if patterns is not None and not _is_list_of_names(patterns):
@@ -178,6 +184,7 @@ class ContractReader:
             compile=bool(given.get("compile", False)),
             source=self._read_weight_source(module, given),
             shard=None if patterns is None else tuple(patterns),
+            saves_trained_only=saved == "trained",
         )
 
     def _read_weight_source(self, module: ModuleType, given: Mapping[str, AuthorValue]) -> WeightSource | None:

@@ -105,6 +105,8 @@ class ModuleDefinition:
     source: WeightSource | None = None
     shard: tuple[str, ...] | None = None
     average: AverageSettings | None = None
+    # Commits leave out the parameters that need no gradient: every start loads them from where they came from.
+    saves_trained_only: bool = False
 
     @property
     def is_trained(self) -> bool:

@@ -26,7 +26,7 @@ def test_copies_of_frozen_weights_go_with_the_first_commit() -> None:
     policy = SimpleNamespace(save=print)
     policies = dict.fromkeys(("early_stopper", "checkpoint_saver", "loss_weighter"), policy)
     modules = {"frozen_modules": {"f": nn.Linear(2, 2)}, "changing_modules": {"t": nn.Linear(2, 2)}}
-    components = SimpleNamespace(data_counters={}, averages={}, **modules, **policies)
+    components = SimpleNamespace(data_counters={}, averages={}, modules={}, **modules, **policies)
     taken: list[ref[torch.Tensor]] = []
     parts = parts_of(SimpleNamespace(epoch_files=lambda split: {}), components)
     changes = parts.initial_state()

@@ -1,0 +1,3 @@
+from pipeline.components import WeightedLossEarlyStopper, parameters
+
+early_stopper = WeightedLossEarlyStopper(max_epochs=parameters.num_epochs)
