@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 
 from pipeline.arguments import add_set_option, parse_arguments, set_flags
 from pipeline.command_lines import launched_by
@@ -15,6 +16,7 @@ from pipeline.launch.torchrun_command import (
     training_line,
 )
 from pipeline.paths import ExperimentPaths, data_home
+from pipeline.system.stop_requests import report_early_interrupt
 
 EXAMPLE = """\
 examples:
@@ -44,8 +46,11 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     detach = ["--detach"] if arguments.detach else []
     with launched_by("run", [*given_process_options(arguments), *detach]):
-        if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *flags])):
-            return 0
+        try:
+            if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *flags])):
+                return 0
+        except KeyboardInterrupt:
+            return report_early_interrupt(signal.SIGINT)
         line.make_folders()
         if not arguments.detach:
             # Replaces this process: what was loaded for the checks need not stay in memory.

@@ -25,6 +25,8 @@ def conclude_run(paths: ExperimentPaths, journal: Journal, close: Callable[[], N
         # Before closing, which may fail as well.
         if isinstance(error, bdb.BdbQuit):
             journal.note(END, outcome="stopped", reason="the debugger was left")
+        elif isinstance(error, KeyboardInterrupt):
+            journal.note(END, outcome="stopped", reason="interrupted at once")
         else:
             journal.note(END, outcome="failed", error=text)
         close()

@@ -7,12 +7,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from pipeline.arguments import is_rank_zero
 from pipeline.system.files import read_regular
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -108,6 +110,13 @@ def stop_signals_collected() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def report_early_interrupt(number: int) -> int:
+    """Say that a signal came before anything was started, and return the exit code for it."""
+    if is_rank_zero():
+        print("\nInterrupted before anything was started.", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def die_with_parent() -> None:
