@@ -31,6 +31,7 @@ from pipeline.run import Watch, run
 from pipeline.store.store import read_current_manifest
 from pipeline.system.launcher_watchdog import end_launcher_later, may_start_again
 from pipeline.system.logging import LOGGER, log_file_only, start_file
+from pipeline.training.anomaly import AnomalyFound
 from pipeline.training.batch_runner import is_out_of_memory
 
 _INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
@@ -164,7 +165,7 @@ def _report_crash(error: BaseException, processes: Processes, paths: ExperimentP
     """Print the traceback of the first rank that failed, with what can be done about it."""
     _log_traceback(error, processes, paths)
     # Of an author's mistake only the author's own frames: those of the pipeline say nothing about it.
-    text = author_frames(error) or _format_traceback(error)
+    text = f"{error}\n" if isinstance(error, AnomalyFound) else author_frames(error) or _format_traceback(error)
     text += "".join(f"  {line}\n" for line in (_remedies(error, paths) if paths else ()))
     if processes.is_first(_TO_FAIL):
         print(f"\nrank {processes.rank} failed:\n{text}", end="", file=sys.stderr, flush=True)
@@ -185,7 +186,7 @@ def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     elif not has_trained(paths):
         yield f"fix: repair it in {paths.settings} and start again; nothing was trained yet:"
         yield f"  {run_line(paths.name, paths.home)}"
-    elif author_frames(error):
+    elif isinstance(error, AnomalyFound) or author_frames(error):
         yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
         yield f"  {run_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
         yield f"or repair it in {paths.settings / 'pymodules'} and start again with"

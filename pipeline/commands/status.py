@@ -206,7 +206,9 @@ def _format_page(overview: Overview) -> Iterator[str]:
     if overview.ended is not None:
         # The process that failed first says why; the others only that they lost it.
         error = overview.ended.errors[0].error.strip().splitlines() if overview.ended.errors else []
-        reason = error[-1] if error else overview.ended.reason
+        # A traceback ends with what happened; a message of ours begins with it, and ends with what can be done.
+        last = error[-1:] if error[:1] and error[0].startswith('File "') else error[:1]
+        reason = last[0] if last else overview.ended.reason
         yield f"  ended      {overview.ended.outcome}{f': {reason}' if reason else ''}"
     if experiment.results.progress is not None:
         yield f"  committed  {experiment.results.progress} (start {len(experiment.starts)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from pipeline.components import BaseLossWeighter
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
+from pipeline.training.anomaly import anomaly_explained
 from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
@@ -126,7 +128,8 @@ class TrainingStage:
             # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
             asked = requests() if assignment is assignments[-1] else None
             # The batch has no name here: it must be freed before the next one is loaded onto the device.
-            self._run_batch(next(loading), assignment, key, scales, asked)
+            with anomaly_explained(partial(self._describe_batch, epoch, index, assignment.ref)):
+                self._run_batch(next(loading), assignment, key, scales, asked)
         if not assignments:
             self._engine.join_without_batch(requests())
         if self._num_pending + 1 == self._max_pending:
@@ -221,11 +224,18 @@ class TrainingStage:
         if not found:
             return ""
         position, register = found[0]
-        batch = self._runner.points(epoch).batch(batches[position])
+        return f"{register} is not finite in {self._describe_points(epoch, batches[position])}"
+
+    def _describe_batch(self, epoch: int, index: int, ref: BatchRef) -> str:
+        return f"epoch {epoch}, step {index + 1}, {self._describe_points(epoch, ref)}"
+
+    def _describe_points(self, epoch: int, ref: BatchRef) -> str:
+        """Return the dataset of a batch and its points, in words."""
+        batch = self._runner.points(epoch).batch(ref)
         shown = ", ".join(map(str, batch.indices[:_MAX_SHOWN_POINTS]))
         more = len(batch.indices) - _MAX_SHOWN_POINTS
         points = f"{shown} and {more} more" if more > 0 else shown
-        return f"{register} is not finite in a batch of dataset {batch.dataset} (points {points})"
+        return f"a batch of dataset {batch.dataset} (points {points})"
 
     def flush(self) -> None:
         """Bring the losses of the latest steps into the records; called by all ranks at the same step."""
