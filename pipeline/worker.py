@@ -127,8 +127,7 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
     if isinstance(error, KeyboardInterrupt):
         # Pressed once more, Ctrl+C would interrupt the message.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # A verb that hosts the processes says it for all of them, once they have ended.
-        if processes.is_rank_zero and not (has_launcher() and LAUNCH_VARIABLE in os.environ):
+        if processes.is_rank_zero and not _is_hosted():
             print(f"\n{describe_interrupt(paths) if paths else 'Interrupted.'}", file=sys.stderr, flush=True)
         return _INTERRUPTED_EXIT_CODE
     to_continue = "" if paths is None else how_to_continue(paths)
@@ -138,13 +137,19 @@ def conclude_failure(error: BaseException, processes: Processes, paths: Experime
         if processes.is_first(_TO_MISS_ANOTHER):
             minutes = longest_wait().total_seconds() / 60
             message = _SILENT_PEER.format(minutes, TIMEOUT_VARIABLE) if is_silent_peer(error) else _LOST_PEER
-            LOGGER.warning(message + to_continue)
+            if is_silent_peer(error) or not _is_hosted():
+                LOGGER.warning(message + to_continue)
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
         time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
         log_file_only(_format_traceback(error))
     else:
         _report_crash(error, processes, paths)
     return 1
+
+
+def _is_hosted() -> bool:
+    """Return whether a verb of ours has started this process; it reports how the processes ended, once all have."""
+    return has_launcher() and LAUNCH_VARIABLE in os.environ
 
 
 def _report_refusal(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
@@ -171,7 +176,7 @@ def _report_crash(error: BaseException, processes: Processes, paths: ExperimentP
         print(f"\nrank {processes.rank} failed:\n{text}", end="", file=sys.stderr, flush=True)
     else:
         time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
-    _record_failure(text, 1, _format_traceback(error))
+    _record_failure(text, 1, author_frames(error) or _format_traceback(error))
 
 
 def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:

@@ -8,7 +8,6 @@ import signal
 
 from pipeline.arguments import add_set_option, parse_arguments, set_flags
 from pipeline.command_lines import launched_by
-from pipeline.commands.check import check_before_run
 from pipeline.launch.torchrun_command import (
     add_process_options,
     given_process_options,
@@ -47,6 +46,9 @@ def execute(arguments: argparse.Namespace) -> int:
     detach = ["--detach"] if arguments.detach else []
     with launched_by("run", [*given_process_options(arguments), *detach]):
         try:
+            # Imported late: torch takes seconds.
+            from pipeline.commands.check import check_before_run
+
             if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *flags])):
                 return 0
         except KeyboardInterrupt:

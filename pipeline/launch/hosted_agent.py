@@ -126,9 +126,13 @@ def _conclude(line: TrainingLine, rank: int, failure: ProcessFailure, *, is_seen
         get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
     # A process that ends by an error of its own says so; here it is repeated if its output went to a file.
     if failure.exitcode > 0:
-        if not is_seen and has_message:
-            message = failure.message
-            text = message.get("message", "") if isinstance(message, dict) else str(message)
+        message = failure.message
+        text = message.get("message", "") if isinstance(message, dict) else str(message)
+        if not has_message and not is_seen:
+            print(
+                f"\nrank {rank} ended with exit code {failure.exitcode}.{how_to_continue(line.paths)}", file=sys.stderr
+            )
+        elif not is_seen:
             print(f"\nrank {rank} failed:\n{text.rstrip()}", file=sys.stderr)
         return failure.exitcode
     number = -failure.exitcode
