@@ -44,7 +44,7 @@ def launched_by(verb: str, options: Sequence[str]) -> Iterator[None]:
 def kept_options(words: Sequence[str]) -> list[str]:
     """Return the options on a command line of a run that a line which continues it must repeat."""
     kept = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         option, equals, value = word.partition("=")
         if option in _KEPT_OPTIONS:
             kept += [option, value if equals else following]

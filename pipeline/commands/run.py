@@ -55,6 +55,8 @@ def execute(arguments: argparse.Namespace) -> int:
             return report_early_interrupt(signal.SIGINT)
         line.make_folders()
         if not arguments.detach:
+            # Until the new program collects stop signals, Ctrl+C waits: there it would be a traceback out of an import.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             # Replaces this process: what was loaded for the checks need not stay in memory.
             os.execve(line.train_words[0], line.train_words, {**os.environ, **line.variables(line.nproc)})
         start_in_background(line.to_shell(line.train_words, line.nproc), [line.paths])

@@ -105,6 +105,8 @@ def stop_signals_collected() -> Iterator[list[int]]:
     # nohup has SIGHUP ignored, so that the process outlives its terminal.
     numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    # A program that was replaced by this one may have let Ctrl+C wait.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield received
     finally:
