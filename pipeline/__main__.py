@@ -14,6 +14,8 @@ from pipeline.errors import PipelineError, nearest
 from pipeline.requirements import check_requirements
 from pipeline.verbs import VERBS
 
+_DESCRIPTION = "Everything around a training run, and the run itself."
+
 
 class _Verb(Protocol):
     """What every file of ``commands/`` defines."""
@@ -45,7 +47,7 @@ def _run_verb(words: list[str]) -> int:
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         print(f"No verb {words[0]!r}; there are {', '.join(VERBS)}.{nearest(words[0], list(VERBS))}", file=sys.stderr)
         return 2
-    parser = RankZeroParser(prog="training-pipeline", description=__doc__, allow_abbrev=False)
+    parser = RankZeroParser(prog="training-pipeline", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=VERSION)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in VERBS.items():

@@ -22,7 +22,7 @@ class AnomalyFound(RuntimeError):
 
 @contextmanager
 def anomaly_explained(describe_place: Callable[[], str]) -> Iterator[None]:
-    """Turn what ``--detect-anomaly`` finds in this block into an ``AnomalyFound``; its cause has all that torch says."""
+    """Turn what ``--detect-anomaly`` finds in this block into an ``AnomalyFound``; its cause is all torch says."""
     if not torch.is_anomaly_enabled():
         yield
         return

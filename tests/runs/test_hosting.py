@@ -338,6 +338,6 @@ def test_stop_now_kills_all_of_a_run(slow_home: Path, launcher: str, capsys: pyt
     assert "stopped at" not in run.text()
     assert call(slow_home, "stop", "tiny", "--now") == 3
     (line,) = commands_of(said)
-    ways = {"hosted": "train tiny --nproc 2", "torchrun": "torchrun --nproc-per-node=2", "alone": "training_pipeline.py"}
+    ways = {"hosted": "train tiny --nproc 2", "torchrun": "--nproc-per-node=2", "alone": "training_pipeline.py"}
     assert ways[launcher] in line
     assert paste(line, Path.cwd()).returncode == 0
