@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def _import_own_package() -> None:
@@ -69,11 +70,18 @@ def _is_for_a_verb(words: list[str]) -> bool:
     return words[0] in {*VERBS, *_OPTIONS_OF_THE_COMMAND} or has_two_names
 
 
-if __name__ == "__main__":
+def run_and_exit() -> NoReturn:
+    """Run ``main`` as a program of its own: nothing of what Python and torch do at exit may change its end."""
     code = main()
+    # All has been said; a late Ctrl+C would only add a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Verbs that do not need torch have no process group that could disturb an orderly exit.
     if "torch" not in sys.modules:
         sys.exit(code)
     from pipeline.worker import exit_now
 
     exit_now(code)
+
+
+if __name__ == "__main__":
+    run_and_exit()

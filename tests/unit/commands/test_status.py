@@ -186,6 +186,7 @@ def test_failed_run_is_shown_by_its_reason(paths: ExperimentPaths, capsys: pytes
         ('  File "a.py", line 1, in x\n    y\nValueError: boom\n', "ValueError: boom"),
         ("4 steps in a row are bad.\n  fix: try\n    training-pipeline train tiny", "4 steps in a row are bad."),
     ):
+        paths.journal_file.unlink()
         journal = Journal(paths.journal_file, 0)
         journal.start = 1
         journal.note(END, outcome="failed", error=error)
@@ -195,4 +196,3 @@ def test_failed_run_is_shown_by_its_reason(paths: ExperimentPaths, capsys: pytes
         assert f"  ended      failed: {reason}\n" in shown
         assert "rank 0 failed:" in shown
         assert "^^^^" not in shown
-        paths.journal_file.unlink()
