@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def _import_own_package() -> None:
@@ -42,18 +43,22 @@ def main(words: list[str] | None = None) -> int:
 
         return run_verb(words)
     arguments = parse_arguments(words)
-    if LAUNCH_VARIABLE in os.environ:
-        # Until the run listens, Ctrl+C ends it without a traceback out of an import. The hosting verb says so.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Imported late, because torch takes seconds and a wrong command line should be refused at once.
+    from pipeline.system.stop_requests import end_with_launcher, report_early_interrupt, stop_signals_collected
+
     if has_launcher():
         # As early as possible: torchrun may be killed while torch is being imported.
-        from pipeline.system.stop_requests import end_with_launcher
-
         end_with_launcher()
-    from pipeline.worker import run_worker
+    # Imported late, because torch takes seconds and a wrong command line should be refused at once. Ctrl+C must not end
+    # in a traceback out of an import.
+    if LAUNCH_VARIABLE in os.environ:
+        # The verb that hosts this process says it. Until the run listens, it is ended at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        from pipeline.worker import run_worker
 
-    return run_worker(arguments)
+        return run_worker(arguments)
+    with stop_signals_collected() as received:
+        from pipeline.worker import run_worker
+    return report_early_interrupt(received[0]) if received else run_worker(arguments)
 
 
 def _is_for_a_verb(words: list[str]) -> bool:
@@ -65,11 +70,18 @@ def _is_for_a_verb(words: list[str]) -> bool:
     return words[0] in {*VERBS, *_OPTIONS_OF_THE_COMMAND} or has_two_names
 
 
-if __name__ == "__main__":
+def run_and_exit() -> NoReturn:
+    """Run ``main`` as a program of its own: nothing of what Python and torch do at exit may change its end."""
     code = main()
+    # All has been said; a late Ctrl+C would only add a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Verbs that do not need torch have no process group that could disturb an orderly exit.
     if "torch" not in sys.modules:
         sys.exit(code)
     from pipeline.worker import exit_now
 
     exit_now(code)
+
+
+if __name__ == "__main__":
+    run_and_exit()

@@ -14,6 +14,8 @@ from pipeline.errors import PipelineError, nearest
 from pipeline.requirements import check_requirements
 from pipeline.verbs import VERBS
 
+_DESCRIPTION = "Everything around a training run, and the run itself."
+
 
 class _Verb(Protocol):
     """What every file of ``commands/`` defines."""
@@ -26,7 +28,18 @@ class _Verb(Protocol):
 def main(words: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     check_requirements()
-    words = sys.argv[1:] if words is None else words
+    try:
+        return _run_verb(sys.argv[1:] if words is None else words)
+    except PipelineError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (BrokenPipeError, KeyboardInterrupt):
+        # The reader of a pipe has closed it; what is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 130
+
+
+def _run_verb(words: list[str]) -> int:
     # Behind "--" are flags of a training run, which the verb's own parser must not see.
     split = words.index("--") if "--" in words else len(words)
     flags = words[split + 1 :]
@@ -34,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         print(f"No verb {words[0]!r}; there are {', '.join(VERBS)}.{nearest(words[0], list(VERBS))}", file=sys.stderr)
         return 2
-    parser = RankZeroParser(prog="training-pipeline", description=__doc__, allow_abbrev=False)
+    parser = RankZeroParser(prog="training-pipeline", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=VERSION)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in VERBS.items():
@@ -55,15 +68,7 @@ def main(words: list[str] | None = None) -> int:
         verbs.choices[arguments.verb].error(_explain_unknown(unknown, arguments))
     if flags and not arguments.takes_flags:
         parser.error(f"{arguments.verb} takes no flags of a training run behind '--'")
-    try:
-        return _import_verb(arguments.verb).execute(arguments)
-    except PipelineError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except (BrokenPipeError, KeyboardInterrupt):
-        # The reader of a pipe has closed it; what is still buffered must not be tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 130
+    return _import_verb(arguments.verb).execute(arguments)
 
 
 def _explain_unknown(unknown: list[str], arguments: argparse.Namespace) -> str:

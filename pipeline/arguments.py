@@ -41,7 +41,7 @@ examples:
   torchrun --nproc-per-node=2 training_pipeline.py digits --resume
 
 exit codes: 0 finished, nothing to do, or stopped on request; 2 bad usage or invalid experiment;
-3 results exist, are missing, or are in use; 1 anything else.
+3 results exist, are missing, or are in use; 130 interrupted at once; 1 anything else.
 """
 
 

@@ -19,6 +19,8 @@ from pipeline.paths import DATA_HOME_VARIABLE, data_home, results_home
 # Set by verbs that start torchrun themselves: the verb and its options, as one shell line.
 LAUNCH_VARIABLE = "TRAINING_PIPELINE_LAUNCH"
 CONSOLE_COMMAND = "training-pipeline"
+# Options of a run that are not part of its frozen settings, and that every start must give anew.
+_KEPT_OPTIONS = ("--device",)
 _ENTRY = "training_pipeline"
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,10 +41,27 @@ def launched_by(verb: str, options: Sequence[str]) -> Iterator[None]:
         del os.environ[LAUNCH_VARIABLE]
 
 
-def run_line(experiment: str, home: Path, *flags: str, num_processes: int | None = None) -> str:
-    """Return the line that runs an experiment the way this process was launched, or with so many processes."""
+def kept_options(words: Sequence[str]) -> list[str]:
+    """Return the options on a command line of a run that a line which continues it must repeat."""
+    kept = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        option, equals, value = word.partition("=")
+        if option in _KEPT_OPTIONS:
+            kept += [option, value if equals else following]
+    return kept
+
+
+def run_line(
+    experiment: str, home: Path, *flags: str, num_processes: int | None = None, launch: str | None = None
+) -> str:
+    """Return the line that runs an experiment the way this process was launched.
+
+    A process that is not the run itself says how the run was: with ``num_processes``, by the verb in ``launch``.
+    """
+    # Those of another process, which are among the flags, have none on this command line.
+    flags = (*flags, *kept_options(sys.argv))
     options = [*home_option(home), *flags]
-    launch = os.environ.get(LAUNCH_VARIABLE)
+    launch = launch or os.environ.get(LAUNCH_VARIABLE)
     if launch:
         verb, *own_options = shlex.split(launch)
         # Every other verb has options of its own; those of the training run stand behind two dashes.

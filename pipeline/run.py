@@ -11,20 +11,18 @@ from pathlib import Path
 
 import torch
 
-from pipeline.arguments import AUTO, RESET, RESUME, Arguments, set_flags
+from pipeline.arguments import AUTO, RESET, RESUME, Arguments
 from pipeline.checkpoint.committed_files import CommittedFiles, CommitToRead, committed_files
 from pipeline.checkpoint.parts import PersistedParts, is_counted, restore_counters
-from pipeline.command_lines import verb_line
 from pipeline.distributed.hardware import compare_hardware
 from pipeline.distributed.processes import Processes
-from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile, UsageError
+from pipeline.errors import DamagedResults, InvalidExperiment, Problem, StateConflict, UnreadableFile
 from pipeline.experiment.assembly import Experiment, assemble, count, read_checked_contents
 from pipeline.experiment.dataset_fingerprints import Fingerprints, fingerprint_everywhere, refuse_changed_datasets
 from pipeline.experiment.initial_weights import load_initial_weights, rebuild_modules
 from pipeline.experiment.pymodules.loader import relocate
 from pipeline.experiment.settings.settings import (
     Contents,
-    differing_overrides,
     parse_settings,
     read_contents,
     register_contents,
@@ -32,7 +30,14 @@ from pipeline.experiment.settings.settings import (
 from pipeline.experiment.sharding import mesh_of
 from pipeline.lifecycle.finished import finish_pending, finished_lines
 from pipeline.lifecycle.frozen_copy import copy_folder, differing_files, digest_folder, refuse_edited_copy
-from pipeline.lifecycle.mode import RESTART, check_is_try, check_settings_exist, choose_action, inspect_results
+from pipeline.lifecycle.mode import (
+    RESTART,
+    check_is_try,
+    check_settings_exist,
+    choose_action,
+    inspect_results,
+    read_frozen_contents,
+)
 from pipeline.lifecycle.provenance import describe_start, was_started_before
 from pipeline.lifecycle.reset import check_shared, check_writable, open_fresh, reset
 from pipeline.lifecycle.starts import compare_starts, read_starts, record_start
@@ -69,24 +74,11 @@ def run(arguments: Arguments, processes: Processes, disk: Disk | None = None, wa
         arguments = replace(arguments, mode=AUTO)
     if situation.is_finished and arguments.mode != RESET:
         if arguments.all_overrides:
-            processes.on_rank_zero(_read_frozen_contents, paths, arguments)
+            processes.on_rank_zero(read_frozen_contents, paths, arguments)
         processes.on_rank_zero(_settle, paths, disk)
         return situation.progress or Progress()
     action = processes.on_rank_zero(choose_action, arguments, paths, situation)
     return _Run(arguments, paths, processes, disk, watch).execute(action)
-
-
-def _read_frozen_contents(paths: ExperimentPaths, arguments: Arguments) -> Contents:
-    """Return the frozen settings, or refuse a command line that would change them."""
-    folder = paths.results / "settings"
-    contents = read_contents(folder)
-    differing = differing_overrides(contents, arguments.all_overrides, folder)
-    if differing:
-        raise UsageError(
-            f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
-            verb_line("new", "VARIANT", paths.home, "--from", paths.name, *set_flags(differing)),
-        )
-    return contents
 
 
 def _settle(paths: ExperimentPaths, disk: Disk) -> None:
@@ -190,7 +182,7 @@ class _Run:
     def _continue(self) -> TrainingSession:
         """Load the frozen copy, then take the lock and bring the directory into order."""
         self._processes.on_rank_zero(self._check_copy)
-        contents = self._processes.on_all_ranks(_read_frozen_contents, self._paths, self._arguments)
+        contents = self._processes.on_all_ranks(read_frozen_contents, self._paths, self._arguments)
         starts = self._processes.on_rank_zero(read_starts, self._paths)
         threads = [start["threads"] for start in starts if type(start.get("threads")) is int]
         if threads and parse_settings(contents).training.is_exact:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,11 +18,12 @@ from threading import Thread
 from typing import NoReturn
 
 from pipeline.arguments import Arguments, is_rank_zero
-from pipeline.command_lines import has_launcher, run_line, verb_line
+from pipeline.command_lines import LAUNCH_VARIABLE, has_launcher, run_line, verb_line
 from pipeline.distributed.peer_monitor import Loss
 from pipeline.distributed.processes import TIMEOUT_VARIABLE, Processes, is_lost_peer, is_silent_peer, longest_wait
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.user_code import author_frames
+from pipeline.lifecycle.mode import describe_interrupt, how_to_continue
 from pipeline.lifecycle.starts import read_starts, reset_flags
 from pipeline.monitoring.journal import END, Journal
 from pipeline.paths import ExperimentPaths
@@ -29,9 +31,10 @@ from pipeline.run import Watch, run
 from pipeline.store.store import read_current_manifest
 from pipeline.system.launcher_watchdog import end_launcher_later, may_start_again
 from pipeline.system.logging import LOGGER, log_file_only, start_file
+from pipeline.training.anomaly import AnomalyFound
 from pipeline.training.batch_runner import is_out_of_memory
 
-_INTERRUPTED = "Interrupted."
+_INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 _LOST_PEER = "Ended because another process of this run has failed or was killed."
 _SILENT_PEER = (
     "Ended because another process of this run did not answer for {:g} minutes ({}): it stands still, or its machine "
@@ -66,7 +69,7 @@ def run_in_group(
     try:
         processes = Processes.join(wanted_device)
         # Built now: when a machine is lost, folders that it serves may not answer any more.
-        to_continue = _how_to_continue(paths)
+        to_continue = "" if paths is None else how_to_continue(paths)
         monitor = processes.watch_peers(partial(_exit_without_peer, processes, paths, to_continue))
         act(processes)
         monitor.say_farewell()
@@ -116,33 +119,37 @@ def _write_last_message(failure: PipelineError, processes: Processes, paths: Exp
         journal.note(END, outcome="failed", error=str(failure))
 
 
-def _how_to_continue(paths: ExperimentPaths | None) -> str:
-    """Return the end of a message about a run that was interrupted; other verbs have nothing to continue."""
-    if paths is None:
-        return ""
-    return f" The last commit is intact.\n  to continue: {run_line(paths.name, paths.home, '--auto')}"
-
-
 def conclude_failure(error: BaseException, processes: Processes, paths: ExperimentPaths | None) -> int:
     """Report what happened, once over all processes, and return the exit code."""
     if isinstance(error, PipelineError):
         _report_refusal(error, processes, paths)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        print(_INTERRUPTED + _how_to_continue(paths), file=sys.stderr, flush=True)
-    elif isinstance(error, bdb.BdbQuit):
-        print("\nThe debugger was left." + _how_to_continue(paths), file=sys.stderr, flush=True)
+        # Pressed once more, Ctrl+C would interrupt the message.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if processes.is_rank_zero and not _is_hosted():
+            print(f"\n{describe_interrupt(paths) if paths else 'Interrupted.'}", file=sys.stderr, flush=True)
+        return _INTERRUPTED_EXIT_CODE
+    to_continue = "" if paths is None else how_to_continue(paths)
+    if isinstance(error, bdb.BdbQuit):
+        print(f"\nThe debugger was left.{to_continue}", file=sys.stderr, flush=True)
     elif is_lost_peer(error):
         if processes.is_first(_TO_MISS_ANOTHER):
             minutes = longest_wait().total_seconds() / 60
             message = _SILENT_PEER.format(minutes, TIMEOUT_VARIABLE) if is_silent_peer(error) else _LOST_PEER
-            LOGGER.warning(message + _how_to_continue(paths))
+            if is_silent_peer(error) or not _is_hosted():
+                LOGGER.warning(message + to_continue)
         # torchrun takes the first process that ends for the cause: let the one that failed be first.
         time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
         log_file_only(_format_traceback(error))
     else:
         _report_crash(error, processes, paths)
     return 1
+
+
+def _is_hosted() -> bool:
+    """Return whether a verb of ours has started this process; it reports how the processes ended, once all have."""
+    return has_launcher() and LAUNCH_VARIABLE in os.environ
 
 
 def _report_refusal(error: PipelineError, processes: Processes, paths: ExperimentPaths | None) -> None:
@@ -163,13 +170,13 @@ def _report_crash(error: BaseException, processes: Processes, paths: ExperimentP
     """Print the traceback of the first rank that failed, with what can be done about it."""
     _log_traceback(error, processes, paths)
     # Of an author's mistake only the author's own frames: those of the pipeline say nothing about it.
-    text = author_frames(error) or _format_traceback(error)
+    text = f"{error}\n" if isinstance(error, AnomalyFound) else author_frames(error) or _format_traceback(error)
     text += "".join(f"  {line}\n" for line in (_remedies(error, paths) if paths else ()))
     if processes.is_first(_TO_FAIL):
         print(f"\nrank {processes.rank} failed:\n{text}", end="", file=sys.stderr, flush=True)
     else:
         time.sleep(_SECONDS_FOR_THE_CAUSE_TO_BE_FIRST)
-    _record_failure(text, 1, _format_traceback(error))
+    _record_failure(text, 1, author_frames(error) or _format_traceback(error))
 
 
 def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
@@ -184,7 +191,7 @@ def _remedies(error: BaseException, paths: ExperimentPaths) -> Iterator[str]:
     elif not has_trained(paths):
         yield f"fix: repair it in {paths.settings} and start again; nothing was trained yet:"
         yield f"  {run_line(paths.name, paths.home)}"
-    elif author_frames(error):
+    elif isinstance(error, AnomalyFound) or author_frames(error):
         yield f"fix: repair it in {paths.results / 'pymodules'}, the copy that runs, and continue with"
         yield f"  {run_line(paths.name, paths.home, '--resume', '--accept-edited-copy')}"
         yield f"or repair it in {paths.settings / 'pymodules'} and start again with"

@@ -22,7 +22,7 @@ from pipeline.experiment.settings.settings import parse_settings
 from pipeline.lifecycle.finished import finished_lines
 from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect_results
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.system.formatting import clipped, table
+from pipeline.system.formatting import clipped, folded, table
 from pipeline.tracking.factory import check_installed
 from pipeline.tracking.startup_summary import WARNING_MARK, first_block, step_lines
 from pipeline.training.batch_runner import BatchRunner
@@ -58,7 +58,7 @@ def execute(arguments: argparse.Namespace) -> int:
         print(clipped(line))
     if arguments.explain:
         for assumption in (*assumed_settings(paths.settings, overrides), *experiment.assumptions):
-            print(f"assumed: {assumption}")
+            print(folded(f"assumed: {assumption}"))
     if not arguments.no_batches:
         _try_batches(experiment, processes)
     if (

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Iterator
 
 from pipeline.checkpoint.parts import PersistedParts
-from pipeline.command_lines import run_line
 from pipeline.lifecycle.frozen_copy import differing_files
 from pipeline.lifecycle.mode import check_results_exist, inspect_results
-from pipeline.lifecycle.starts import last_num_processes, reset_flags
+from pipeline.lifecycle.starts import line_like_last_start, reset_flags
 from pipeline.paths import ExperimentPaths, data_home
 from pipeline.store.lock import check_free
 from pipeline.store.verify import Inspection, inspect
@@ -51,12 +50,12 @@ def _lines(paths: ExperimentPaths, inspection: Inspection) -> Iterator[str]:
         yield "  every digest holds; data/ is complete; the frozen copy is as it was"
         return
     yield from _problems(paths, inspection)
-    resume = run_line(paths.name, paths.home, "--resume", num_processes=last_num_processes(paths))
+    resume = line_like_last_start(paths, "--resume")
     if inspection.damages or inspection.unreadable or inspection.state_problem:
         yield from _damaged_pools(inspection)
         if inspect_results(paths).is_finished:
             # There is nothing to continue: a finished experiment is left alone.
-            reset = run_line(paths.name, paths.home, *reset_flags(paths), num_processes=last_num_processes(paths))
+            reset = line_like_last_start(paths, *reset_flags(paths))
             yield f"  next: restore these files from a backup, or {reset}    (trains it again)"
         elif inspection.intact:
             newest = inspection.intact[0]

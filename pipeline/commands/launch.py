@@ -7,8 +7,9 @@ import shlex
 from itertools import combinations, pairwise
 
 from pipeline.arguments import add_set_option, set_flags
-from pipeline.command_lines import verb_line
+from pipeline.command_lines import LAUNCH_VARIABLE, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
+from pipeline.launch.refusals import refuse_invalid
 from pipeline.launch.torchrun_command import ENTRY, TrainingLine, start_in_background, training_line
 from pipeline.lifecycle.mode import check_known
 from pipeline.monitoring.experiment_state import LIVE, state_of
@@ -45,6 +46,8 @@ def execute(arguments: argparse.Namespace) -> int:
     check_named_once(everyone)
     _refuse_shared_gpus(chains)
     check_free_to_start(everyone)
+    for line in everyone:
+        refuse_invalid(line)
     # Experiments of a chain take turns; only one of them is on the machine at a time.
     num_processes = sum(max(line.nproc for line in chain) for chain in chains)
     for chain in chains:
@@ -130,7 +133,7 @@ def check_free_to_start(everyone: Chain) -> None:
 
 def _write_script(chain: Chain, num_processes: int) -> str:
     """Return shell lines: each experiment after the first only once the one before has finished."""
-    lines = [chain[0].to_shell(chain[0].train_words, num_processes)]
+    lines = [_write_line(chain[0], num_processes)]
     for before, line in pairwise(chain):
         # A run that was stopped ends with 0, too, so status is asked: its exit code is 0 for finished alone.
         status = [*ENTRY, "status", before.paths.name, "--exit-code"]
@@ -139,5 +142,12 @@ def _write_script(chain: Chain, num_processes: int) -> str:
             f"{shlex.join([*status, '--data-home', str(before.paths.home)])} > /dev/null || "
             f"{{ echo {shlex.quote(reason)}; exit 1; }}"
         )
-        lines.append(line.to_shell(line.train_words, num_processes))
+        lines.append(_write_line(line, num_processes))
     return "\n".join(lines)
+
+
+def _write_line(line: TrainingLine, num_processes: int) -> str:
+    # Messages of the run name the verb that starts this one experiment in the background, on the same devices.
+    gpus = ["--gpus", ",".join(map(str, line.devices))] if line.devices else []
+    launch = shlex.join(["run", "--nproc", str(line.nproc), *gpus, "--detach"])
+    return f"{LAUNCH_VARIABLE}={shlex.quote(launch)} {line.to_shell(line.train_words, num_processes)}"

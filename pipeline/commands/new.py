@@ -18,7 +18,7 @@ from pipeline.lifecycle.frozen_copy import differing_files
 from pipeline.lifecycle.mode import unknown_experiment
 from pipeline.paths import ExperimentPaths, data_home, settings_names
 from pipeline.store.store import read_current_manifest
-from pipeline.system.formatting import table
+from pipeline.system.formatting import folded
 
 EXAMPLE = """\
 examples:
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        print("\n".join(table([[name, describe_template(name)] for name in templates()])))
+        indent = max(map(len, templates())) + 2
+        for name in templates():
+            print(folded(f"{name.ljust(indent)}{describe_template(name)}", indent))
         return 0
     if arguments.experiment is None:
         raise UsageError("Say which experiment to write.", "training-pipeline new my_digits")

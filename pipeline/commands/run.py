@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 
 from pipeline.arguments import add_set_option, parse_arguments, set_flags
 from pipeline.command_lines import launched_by
-from pipeline.commands.check import check_before_run
 from pipeline.launch.torchrun_command import (
     add_process_options,
     given_process_options,
@@ -15,6 +15,7 @@ from pipeline.launch.torchrun_command import (
     training_line,
 )
 from pipeline.paths import ExperimentPaths, data_home
+from pipeline.system.stop_requests import report_early_interrupt
 
 EXAMPLE = """\
 examples:
@@ -44,10 +45,18 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     detach = ["--detach"] if arguments.detach else []
     with launched_by("run", [*given_process_options(arguments), *detach]):
-        if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *flags])):
-            return 0
+        try:
+            # Imported late: torch takes seconds.
+            from pipeline.commands.check import check_before_run
+
+            if not check_before_run(parse_arguments([paths.name, "--data-home", str(paths.home), *flags])):
+                return 0
+        except KeyboardInterrupt:
+            return report_early_interrupt(signal.SIGINT)
         line.make_folders()
         if not arguments.detach:
+            # Until the new program collects stop signals, Ctrl+C waits: there it would be a traceback out of an import.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             # Replaces this process: what was loaded for the checks need not stay in memory.
             os.execve(line.train_words[0], line.train_words, {**os.environ, **line.variables(line.nproc)})
         start_in_background(line.to_shell(line.train_words, line.nproc), [line.paths])

@@ -10,6 +10,7 @@ from pipeline.arguments import add_set_option, set_flags
 from pipeline.command_lines import verb_line
 from pipeline.commands.launch import THEN, check_free_to_start, check_named_once, overrides_of, parse_chains
 from pipeline.errors import UsageError
+from pipeline.launch.refusals import refuse_invalid
 from pipeline.launch.slurm_script import Job
 from pipeline.launch.torchrun_command import TrainingLine, training_line
 from pipeline.lifecycle.mode import check_known
@@ -88,6 +89,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.submit:
         check_can_submit()
         check_free_to_start(lines)
+        for line in lines:
+            refuse_invalid(line)
     for job in jobs:
         for line in job.lines:
             line.make_folders()

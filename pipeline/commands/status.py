@@ -47,6 +47,8 @@ examples:
   training-pipeline status --sort digit_accuracy
   training-pipeline status digits --watch"""
 EXIT_CODES = {FINISHED: 0, RUNNING: 4, STARTING: 4, WAITING: 4, UNFINISHED: 5, NEW: 6}
+# Of a log, to find the last ones that begin with a time.
+_NUM_LINES_TO_READ = 1000
 _CLEAR_SCREEN = "\033[H\033[J"
 
 
@@ -105,7 +107,10 @@ def _format_place(overview: Overview) -> str:
     """Return where a live run is now, else where the results are."""
     experiment = overview.experiment
     progress = experiment.status.progress if overview.state == RUNNING else experiment.results.progress
-    return str(progress) if progress else ""
+    if progress is None:
+        return ""
+    # Short, because the values need the room: the state says whether it has finished, and only training has steps.
+    return f"epoch {progress.epoch}" + (f", step {progress.step}" if progress.step else "")
 
 
 def _describe_state(overview: Overview) -> str:
@@ -181,7 +186,9 @@ def _format_pages(overviews: list[Overview], num_log_lines: int) -> Iterator[str
     for overview in overviews:
         log_file = overview.experiment.paths.log_file
         yield from map(clipped, _format_page(overview))
-        yield from (clipped(f"    {line}") for line in last_lines(log_file, num_log_lines))
+        # Tracebacks are left out: the line "ended" has what they come to.
+        lines = [line for line in last_lines(log_file, _NUM_LINES_TO_READ) if line[:1].isdigit()]
+        yield from (clipped(f"    {line}") for line in (lines[-num_log_lines:] if num_log_lines else ()))
         yield ""
     gpus, problem = look_at_gpus()
     for gpu in gpus:
@@ -206,7 +213,9 @@ def _format_page(overview: Overview) -> Iterator[str]:
     if overview.ended is not None:
         # The process that failed first says why; the others only that they lost it.
         error = overview.ended.errors[0].error.strip().splitlines() if overview.ended.errors else []
-        reason = error[-1] if error else overview.ended.reason
+        # A traceback ends with what happened; a message of ours begins with it, and ends with what can be done.
+        last = error[-1:] if error[:1] and error[0].startswith('File "') else error[:1]
+        reason = last[0] if last else overview.ended.reason
         yield f"  ended      {overview.ended.outcome}{f': {reason}' if reason else ''}"
     if experiment.results.progress is not None:
         yield f"  committed  {experiment.results.progress} (start {len(experiment.starts)})"

@@ -7,10 +7,10 @@ import contextlib
 import socket
 import time
 
-from pipeline.command_lines import run_line, verb_line
+from pipeline.command_lines import verb_line
 from pipeline.errors import StateConflict
 from pipeline.lifecycle.mode import check_known
-from pipeline.lifecycle.starts import last_num_processes
+from pipeline.lifecycle.starts import line_like_last_start
 from pipeline.monitoring.experiment_state import (
     RUNNING,
     STARTING,
@@ -57,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     for paths in everything if arguments.wait else ():
         print(f"{paths.name}: {describe_state(read_experiment_state(paths))}")
-        print(f"  to continue: {run_line(paths.name, paths.home, '--auto', num_processes=last_num_processes(paths))}")
+        print(f"  to continue: {line_like_last_start(paths, '--auto')}")
     return 0
 
 
@@ -83,7 +83,7 @@ def _kill_all(everything: list[ExperimentPaths]) -> int:
         while read_liveness(paths).state == RUNNING:
             time.sleep(_SECONDS_FOR_A_CLAIM)
         print(f"{paths.name}: killed; the last commit counts")
-        print(f"  to continue: {run_line(paths.name, paths.home, '--auto', num_processes=last_num_processes(paths))}")
+        print(f"  to continue: {line_like_last_start(paths, '--auto')}")
     return 0
 
 

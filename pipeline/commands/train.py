@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipeline.arguments import add_training_options, read_arguments
+from pipeline.arguments import Arguments, add_training_options, read_arguments
 from pipeline.command_lines import has_launcher, launched_by
-from pipeline.launch.torchrun_command import add_process_options, given_process_options, training_line
+from pipeline.launch.torchrun_command import TrainingLine, add_process_options, given_process_options, training_line
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.system.stop_requests import stop_signals_collected
+from pipeline.system.stop_requests import report_early_interrupt, stop_signals_collected
 
 EXAMPLE = """\
 examples:
@@ -26,22 +26,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     asked = read_arguments(arguments)
-    if not has_launcher():
-        line = training_line(
-            ExperimentPaths(data_home(arguments.data_home), asked.experiment),
-            nproc=arguments.nproc,
-            gpus=arguments.gpus,
-            flags=asked.flags,
-            in_background=arguments.output_to_files,
-        )
-        os.environ |= line.variables(line.nproc)
+    if has_launcher():
+        from pipeline.worker import run_worker
+
+        return run_worker(asked)
+    line = training_line(
+        ExperimentPaths(data_home(arguments.data_home), asked.experiment),
+        nproc=arguments.nproc,
+        gpus=arguments.gpus,
+        flags=asked.flags,
+        in_background=arguments.output_to_files,
+    )
+    os.environ |= line.variables(line.nproc)
+    options = [*given_process_options(arguments), *(["--output-to-files"] if arguments.output_to_files else [])]
+    with launched_by("train", options):
+        return _train(asked, line)
+
+
+def _train(asked: Arguments, line: TrainingLine) -> int:
+    """Train in processes of their own, or a single one in this process; return the exit code."""
+    # Before torch is imported: that takes seconds, in which Ctrl+C may be pressed.
+    with stop_signals_collected() as received:
         if line.nproc > 1:
             line.make_folders()
-            # Before torch is imported: that takes seconds, in which Ctrl+C may be pressed.
-            with launched_by("train", given_process_options(arguments)), stop_signals_collected() as received:
-                from pipeline.launch.hosted_agent import host_training
+            from pipeline.launch.hosted_agent import host_training
 
-                return host_training(line, received)
-    from pipeline.worker import run_worker
-
-    return run_worker(asked)
+            return host_training(line, received)
+        from pipeline.worker import run_worker
+    return report_early_interrupt(received[0]) if received else run_worker(asked)

@@ -14,6 +14,7 @@ import signal
 from contextlib import ExitStack
 
 from pipeline.arguments import add_set_option, set_flags
+from pipeline.command_lines import verb_line
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experiment.settings.settings import parse_settings, read_contents
 from pipeline.lifecycle.mode import unknown_experiment
@@ -120,14 +121,13 @@ def _refuse_without_exact(paths: ExperimentPaths, arguments: argparse.Namespace)
         "--steps": str(arguments.steps),
         "--kills": str(arguments.kills),
         "--scratch": arguments.scratch,
-        "--data-home": arguments.data_home,
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
     words += set_flags((*arguments.set, *changes))
     raise UsageError(
         'Several numbers of processes give the same bits only with gradient_reduction: "exact", but the settings of '
         f'{paths.name!r} have "{training.gradient_reduction}".',
-        shlex.join(["python", "-m", "pipeline", "verify-resume", paths.name, *words]),
+        verb_line("verify-resume", paths.name, paths.home, *words),
     )
 
 

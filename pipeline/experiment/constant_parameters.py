@@ -17,7 +17,7 @@ from torch import nn
 from pipeline.errors import PipelineError, Problem
 from pipeline.experiment.pymodules.definitions import Components, ModuleDefinition
 from pipeline.experiment.pymodules.user_code import place_of
-from pipeline.experiment.settings.settings import FSDP, TrainingSettings
+from pipeline.experiment.settings.settings import TrainingSettings
 from pipeline.serialization.fingerprint import fingerprint
 
 _MAX_SHOWN = 3
@@ -49,7 +49,7 @@ def constant_names(components: Components, training: TrainingSettings) -> dict[s
     A frozen module is written once as a whole, unless its file asks to leave the parameters out. An average has those
     of its source: it never changes them. Shards are always written whole.
     """
-    if training.parallelism == FSDP:
+    if training.shards_modules:
         return {}
     named: dict[str, list[str]] = {}
     for name, definition in components.modules.items():
@@ -96,7 +96,7 @@ def saving_problems(components: Components, training: TrainingSettings, folder: 
         if not definition.saves_trained_only:
             continue
         where = place_of(folder / "modules" / f"{name}.py", "settings")
-        if training.parallelism == FSDP:
+        if training.shards_modules:
             what = 'save: "trained" must not be used with parallelism: fsdp, whose shards always hold whole modules'
             yield Problem(where, what, 'remove "save" from settings, or use parallelism: ddp')
         elif name not in constant:

@@ -22,14 +22,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from pipeline.command_lines import run_line
 from pipeline.launch.torchrun_command import TrainingLine
+from pipeline.lifecycle.mode import describe_interrupt, how_to_continue
+from pipeline.system.stop_requests import report_early_interrupt
 
 # torch's agent raises at these signals unless this names none.
 _HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # The first Ctrl+C asks to stop, the second interrupts; from the third on processes are killed.
 _MAX_PASSED_ON = 2
 _SIGNAL_EXIT_CODE = 128
+_INTERRUPTED = _SIGNAL_EXIT_CODE + signal.SIGINT
 _RENDEZVOUS_SECONDS = 900
 
 
@@ -83,8 +85,7 @@ def host_training(line: TrainingLine, received: list[int]) -> int:
         max_restarts=0,
     )
     if received:
-        print("Interrupted before anything was started.", file=sys.stderr)
-        return _SIGNAL_EXIT_CODE + received[0]
+        return report_early_interrupt(received[0])
     redirects = dict.fromkeys(line.redirected_ranks, Std.ALL)
     logs = DefaultLogsSpecs(str(line.paths.torchrun_logs), redirects=redirects)
     try:
@@ -97,7 +98,11 @@ def host_training(line: TrainingLine, received: list[int]) -> int:
     # A refusal that all ranks share was printed by rank 0, whichever of them ended first.
     seen = [str(given) for given in range(line.nproc) if given not in redirects]
     is_seen = rank not in redirects or any(_has_reported(first, other) for other in seen)
-    return _conclude(line, rank, first, is_seen=is_seen, was_asked=bool(received))
+    # A process that is interrupted ends with 130, and one that does not listen yet by the signal itself.
+    if first.exitcode in (_INTERRUPTED, -signal.SIGINT) or len(received) > 1 or (received and first.exitcode < 0):
+        print(f"\n{describe_interrupt(line.paths)}", file=sys.stderr)
+        return _SIGNAL_EXIT_CODE + (received[0] if received else signal.SIGINT)
+    return _conclude(line, rank, first, is_seen=is_seen)
 
 
 def _has_reported(failure: ProcessFailure, rank: str) -> bool:
@@ -114,27 +119,24 @@ def _failed_at(failure: tuple[int, ProcessFailure]) -> int:
     return failure[1].timestamp
 
 
-def _conclude(line: TrainingLine, rank: int, failure: ProcessFailure, *, is_seen: bool, was_asked: bool) -> int:
+def _conclude(line: TrainingLine, rank: int, failure: ProcessFailure, *, is_seen: bool) -> int:
     """Report a failure that no process has reported on this terminal, and return the exit code."""
     has_message = Path(failure.error_file).exists()
     if has_message and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
     # A process that ends by an error of its own says so; here it is repeated if its output went to a file.
     if failure.exitcode > 0:
-        if not is_seen and has_message:
-            message = failure.message
-            text = message.get("message", "") if isinstance(message, dict) else str(message)
+        message = failure.message
+        text = message.get("message", "") if isinstance(message, dict) else str(message)
+        if not has_message and not is_seen:
+            print(
+                f"\nrank {rank} ended with exit code {failure.exitcode}.{how_to_continue(line.paths)}", file=sys.stderr
+            )
+        elif not is_seen:
             print(f"\nrank {rank} failed:\n{text.rstrip()}", file=sys.stderr)
         return failure.exitcode
     number = -failure.exitcode
-    to_continue = run_line(line.experiment, line.paths.home, "--auto")
-    if was_asked:
-        print(f"Interrupted. The last commit is intact.\n  to continue: {to_continue}", file=sys.stderr)
-    else:
-        cause = " The system may have run out of memory." if number == signal.SIGKILL else ""
-        name = signal.Signals(number).name
-        print(
-            f"rank {rank} was ended by {name}.{cause} The last commit is intact.\n  to continue: {to_continue}",
-            file=sys.stderr,
-        )
+    cause = " The system may have run out of memory." if number == signal.SIGKILL else ""
+    ended = f"rank {rank} was ended by {signal.Signals(number).name}.{cause}"
+    print(f"\n{ended}{how_to_continue(line.paths)}", file=sys.stderr)
     return _SIGNAL_EXIT_CODE + number

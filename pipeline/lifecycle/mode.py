@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments
+from pipeline.arguments import AUTO, RESET, RESUME, START, Arguments, set_flags
 from pipeline.command_lines import run_line, verb_line
 from pipeline.errors import StateConflict, UsageError, nearest
-from pipeline.experiment.settings.settings import read_contents
+from pipeline.experiment.settings.settings import Contents, differing_overrides, read_contents
 from pipeline.lifecycle.frozen_copy import has_changed_since_start
 from pipeline.lifecycle.starts import reset_flags
 from pipeline.paths import (
@@ -96,6 +96,20 @@ def choose_action(arguments: Arguments, paths: ExperimentPaths, found: Situation
     )
 
 
+def how_to_continue(paths: ExperimentPaths) -> str:
+    """Return the end of a message about a run that did not end by itself."""
+    if paths.settings_name:
+        return " Nothing of a try is kept."
+    return f" The last commit is intact.\n  to continue: {run_line(paths.name, paths.home, '--auto')}"
+
+
+def describe_interrupt(paths: ExperimentPaths) -> str:
+    """Return what became of a run that was interrupted at once, and how to continue it."""
+    if paths.settings_name or paths.state_file.exists():
+        return f"Interrupted.{how_to_continue(paths)}"
+    return f"Interrupted before the first commit.\n  to start again: {run_line(paths.name, paths.home)}"
+
+
 def check_results_exist(paths: ExperimentPaths) -> None:
     """Refuse an experiment that never committed anything, naming those that did."""
     if not inspect_results(paths).exists:
@@ -172,6 +186,19 @@ def check_is_try(paths: ExperimentPaths) -> None:
         raise StateConflict(
             f"{paths.results} holds results that --limit-batches has not made, and would delete.",
         )
+
+
+def read_frozen_contents(paths: ExperimentPaths, arguments: Arguments) -> Contents:
+    """Return the frozen settings, or refuse a command line that would change them."""
+    folder = paths.results / "settings"
+    contents = read_contents(folder)
+    differing = differing_overrides(contents, arguments.all_overrides, folder)
+    if differing:
+        raise UsageError(
+            f"{', '.join(differing)} would change settings that are frozen since the experiment started.",
+            verb_line("new", "VARIANT", paths.home, "--from", paths.name, *set_flags(differing)),
+        )
+    return contents
 
 
 def _refuse_links(top: Path, name: str) -> None:

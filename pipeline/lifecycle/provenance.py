@@ -19,6 +19,7 @@ from typing import cast
 import torch
 
 import pipeline
+from pipeline.command_lines import LAUNCH_VARIABLE
 from pipeline.distributed.hardware import describe_hardware
 from pipeline.distributed.processes import Processes
 from pipeline.lifecycle.starts import Start, read_starts
@@ -37,6 +38,7 @@ def describe_start(processes: Processes, progress: Progress, overrides: Sequence
     start = {
         "id": uuid.uuid4().hex,
         "command": sys.argv,
+        "launch": os.environ.get(LAUNCH_VARIABLE),
         "overrides": list(overrides),
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "host": socket.gethostname(),

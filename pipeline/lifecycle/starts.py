@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from pipeline.arguments import set_flags
+from pipeline.command_lines import kept_options, run_line
 from pipeline.errors import PipelineError
 from pipeline.paths import ExperimentPaths
 from pipeline.progress import Progress
@@ -51,6 +52,8 @@ Start = TypedDict(
     {
         "id": str,
         "command": list[str],
+        # The verb that started the processes, with its options; None under a torchrun of the user's own, or alone.
+        "launch": str | None,
         # What --set, and options that are short for it, changed.
         "overrides": list[str],
         "time": str,
@@ -112,13 +115,21 @@ def run_id(paths: ExperimentPaths) -> str:
     return hashlib.sha256(json.dumps(read_starts(paths)[:1], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def last_num_processes(paths: ExperimentPaths) -> int | None:
-    """Return how many processes the latest start had, if that is known and they were on one machine."""
-    starts = read_starts(paths)
+def line_like_last_start(paths: ExperimentPaths, *flags: str) -> str:
+    """Return the line that runs an experiment as its latest start did, for a process that is not the run itself."""
+    starts = [start for start in read_starts(paths) if "unreadable" not in start]
     last = starts[-1] if starts else Start()
     # One launcher for each rank's machine; a line for several machines cannot be made from here.
     is_on_one_machine = len(set(last.get("launchers", []))) <= 1
-    return last.get("world_size") if is_on_one_machine else None
+    kept = kept_options([str(word) for word in last.get("command", [])])
+    return run_line(
+        paths.name,
+        paths.home,
+        *flags,
+        *kept,
+        num_processes=last.get("world_size") if is_on_one_machine else None,
+        launch=last.get("launch"),
+    )
 
 
 def record_start(paths: ExperimentPaths, start: Start, disk: Disk, staging: Path) -> None:

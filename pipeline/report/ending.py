@@ -20,11 +20,17 @@ def conclude_run(paths: ExperimentPaths, journal: Journal, close: Callable[[], N
     try:
         yield
     except BaseException as error:
-        # The frames of the experiment's own code say more than those of the pipeline around them.
-        text = author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
+        if type(error).__module__.startswith("pipeline."):
+            # Our own errors are sentences.
+            text = str(error)
+        else:
+            # The frames of the experiment's own code say more than those of the pipeline around them.
+            text = author_frames(error) or "".join(traceback.format_exception_only(type(error), error))
         # Before closing, which may fail as well.
         if isinstance(error, bdb.BdbQuit):
             journal.note(END, outcome="stopped", reason="the debugger was left")
+        elif isinstance(error, KeyboardInterrupt):
+            journal.note(END, outcome="stopped", reason="interrupted at once")
         else:
             journal.note(END, outcome="failed", error=text)
         close()

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -118,6 +119,15 @@ def clipped(line: str) -> str:
     """Return a line cut to the terminal, so that it does not wrap; whole if it goes to a pipe or file."""
     columns = width()
     return line if columns is None or len(line) <= columns else line[: columns - 1] + "…"
+
+
+def folded(line: str, indent: int = 2) -> str:
+    """Return a line folded between words at the width of the terminal; whole if it goes to a pipe or file."""
+    columns = width()
+    if columns is None:
+        return line
+    # A path or a name that is too long stays whole, so that it can be copied.
+    return textwrap.fill(line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -7,12 +7,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from pipeline.arguments import is_rank_zero
 from pipeline.system.files import read_regular
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -103,11 +105,20 @@ def stop_signals_collected() -> Iterator[list[int]]:
     # nohup has SIGHUP ignored, so that the process outlives its terminal.
     numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    # A program that was replaced by this one may have let Ctrl+C wait.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield received
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def report_early_interrupt(number: int) -> int:
+    """Say that a signal came before anything was started, and return the exit code for it."""
+    if is_rank_zero():
+        print("\nInterrupted before anything was started.", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def die_with_parent() -> None:

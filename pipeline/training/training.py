@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,6 +13,7 @@ from pipeline.components import BaseLossWeighter
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.system.seeding import seed_generators
+from pipeline.training.anomaly import anomaly_explained
 from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
@@ -137,8 +138,9 @@ class TrainingStage:
                 asked = None
                 if assignment is assignments[-1]:
                     asked = requests() if is_last_turn else StepRequests()
-                # The batch has no name here: it must be freed before the next one is loaded onto the device.
-                self._run_batch(next(loading if is_last_turn else kept), assignment, turn, key, scales, asked)
+                with self._anomaly_explained(epoch, index, assignment.ref):
+                    # The batch has no name here: it must be freed before the next one is loaded onto the device.
+                    self._run_batch(next(loading if is_last_turn else kept), assignment, turn, key, scales, asked)
             if not assignments:
                 self._engine.join_without_batch(requests() if is_last_turn else StepRequests())
             if is_last_turn and self._num_pending + 1 == self._max_pending:
@@ -264,11 +266,21 @@ class TrainingStage:
         if not found:
             return ""
         position, register = found[0]
-        batch = self._runner.points(epoch).batch(batches[position])
+        return f"{register} is not finite in {self._describe_points(epoch, batches[position])}"
+
+    def _anomaly_explained(self, epoch: int, index: int, ref: BatchRef) -> AbstractContextManager[None]:
+        """Explain what ``--detect-anomaly`` finds in this block, if it was asked for."""
+        if not torch.is_anomaly_enabled():
+            return nullcontext()
+        return anomaly_explained(lambda: f"epoch {epoch}, step {index + 1}, {self._describe_points(epoch, ref)}")
+
+    def _describe_points(self, epoch: int, ref: BatchRef) -> str:
+        """Return the dataset of a batch and its points, in words."""
+        batch = self._runner.points(epoch).batch(ref)
         shown = ", ".join(map(str, batch.indices[:_MAX_SHOWN_POINTS]))
         more = len(batch.indices) - _MAX_SHOWN_POINTS
         points = f"{shown} and {more} more" if more > 0 else shown
-        return f"{register} is not finite in a batch of dataset {batch.dataset} (points {points})"
+        return f"a batch of dataset {batch.dataset} (points {points})"
 
     def flush(self) -> None:
         """Bring the losses of the latest steps into the records; called by all ranks at the same step."""

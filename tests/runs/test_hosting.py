@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.monitoring.experiment_state import read_overview
+from pipeline.paths import ExperimentPaths
 from pipeline.store.compare import first_difference
 from pipeline.verbs import VERBS
 from tests.support.experiments import FILES, write_experiment
+from tests.support.printed import commands_of, paste
 from tests.support.running import SECONDS, BackgroundRun, command, environment, run_process
 from tests.support.verbs import call
 
@@ -32,7 +35,7 @@ FAILING = FILES["pymodules/module_transforms/a.py"].replace(
                         if "SIGNAL" in os.environ:
                             os.kill(os.getpid(), int(os.environ["SIGNAL"]))
                         raise ValueError("boom")
-                time.sleep(0.03)
+                time.sleep(float(os.environ.get("SECONDS_OF_A_BATCH", "0.03")))
                 outputs = modules""",
 )
 FILES_THAT_FAIL: dict[str, str | None] = {
@@ -60,6 +63,15 @@ def hosted(home: Path, *words: str, env: dict[str, str] | None = None) -> subpro
         timeout=SECONDS,
         check=False,
     )
+
+
+def is_prepared(home: Path) -> bool:
+    """Return whether a run has begun, so that interrupts are requests."""
+    try:
+        progress = json.loads((home / RESULTS / "state.json").read_text())["progress"]
+    except FileNotFoundError:
+        return False
+    return progress["stage"] == "training" and progress["epoch"] >= 1
 
 
 def is_training(home: Path) -> bool:
@@ -110,24 +122,47 @@ def test_signal_ends_with_zero_and_our_own_last_line(slow_home: Path, number: in
     assert f"({signal.Signals(number).name})" in run.text()
 
 
-@pytest.mark.slow
-def test_second_interrupt_ends_at_once(slow_home: Path) -> None:
-    """Pressed twice, Ctrl+C interrupts; the message says that the last commit counts."""
-    with HostedRun(slow_home, env={"SLOW": "1"}) as run:
-        run.wait_for(lambda: is_training(slow_home))
+@pytest.mark.parametrize("launcher", ["hosted", pytest.param("alone", marks=pytest.mark.slow)])
+def test_second_interrupt_ends_at_once(slow_home: Path, launcher: str) -> None:
+    """Pressed twice, Ctrl+C does not wait for the step: one sentence, the command that continues, and exit code 130."""
+    slow = {"SECONDS_OF_A_BATCH": "1.5"}
+    words = ("--nproc=2",) if launcher == "hosted" else ()
+    with BackgroundRun(slow_home, *words, env=slow, launcher=("train",) if words else ()) as run:
+        run.wait_for(lambda: is_prepared(slow_home))
+        time.sleep(0.5)
         run.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
         run.process.send_signal(signal.SIGINT)
-        code = run.wait()
+        assert run.wait() == 130, run.text()
         assert not run.left_alive()
-    # The second may come when the run has stopped already.
-    assert code in (0, 1)
     assert "Traceback" not in run.text()
+    assert "Ended because" not in run.text()
+    *_, sentence, following = run.text().splitlines()
+    assert sentence == "Interrupted. The last commit is intact."
+    assert run.text().count("Interrupted") == 1
+    (command_line,) = commands_of(following)
+    assert ("train tiny --nproc 2" in command_line) == bool(words)
+    # Nothing has failed: somebody did not want to wait.
+    assert read_overview(ExperimentPaths(slow_home, "tiny")).ended.outcome == "stopped"
+    assert paste(f"{command_line} --stop-after-epoch 0", Path.cwd()).returncode == 0
 
 
-@pytest.mark.parametrize("seconds", [2.0, *(pytest.param(number, marks=pytest.mark.slow) for number in (0.7, 3.5))])
-def test_interrupt_while_it_starts_is_no_traceback(slow_home: Path, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "seconds"),
+    [
+        ("hosted", 2.0),
+        *(pytest.param("hosted", number, marks=pytest.mark.slow) for number in (0.7, 3.5)),
+        ("alone", 0.7),
+        *(pytest.param("alone", number, marks=pytest.mark.slow) for number in (1.5, 2.5)),
+        *(pytest.param("one process", number, marks=pytest.mark.slow) for number in (0.7, 1.5)),
+        *(pytest.param("run", number, marks=pytest.mark.slow) for number in (0.7, 2.5, 4.5)),
+    ],
+)
+def test_interrupt_while_it_starts_is_no_traceback(slow_home: Path, launcher: str, seconds: float) -> None:
     """torch takes seconds to import, in the launcher and in its processes; Ctrl+C is understood at any of them."""
-    with HostedRun(slow_home) as run:
+    verb = {"hosted": ("train", "--nproc=2"), "alone": (), "one process": ("train",), "run": ("run", "--nproc=2")}
+    start = verb[launcher]
+    with BackgroundRun(slow_home, *start[1:], launcher=start[:1]) as run:
         time.sleep(seconds)
         run.process.send_signal(signal.SIGINT)
         code = run.wait()
@@ -297,8 +332,12 @@ def test_stop_now_kills_all_of_a_run(slow_home: Path, launcher: str, capsys: pyt
     with BackgroundRun(slow_home, *start[1:], nproc=nproc, launcher=start[:1]) as run:
         run.wait_for(lambda: is_training(slow_home))
         assert call(slow_home, "stop", "tiny", "--now") == 0
-        assert "tiny: killed; the last commit counts" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "tiny: killed; the last commit counts" in said
         assert not run.left_alive(5)
     assert "stopped at" not in run.text()
     assert call(slow_home, "stop", "tiny", "--now") == 3
-    assert run_process(slow_home, "--auto").returncode == 0
+    (line,) = commands_of(said)
+    ways = {"hosted": "train tiny --nproc 2", "torchrun": "--nproc-per-node=2", "alone": "training_pipeline.py"}
+    assert ways[launcher] in line
+    assert paste(line, Path.cwd()).returncode == 0

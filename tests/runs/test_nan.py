@@ -87,7 +87,26 @@ def test_too_many_bad_steps_in_a_row_abort(home: Path) -> None:
     assert reset.endswith("--reset --set training.grad_clip_norm=4")
     assert paste(new).returncode == 0
     assert paste(f"{reset} --stop-after-epoch 0").returncode == 0
-    assert "returned nan values" in paste(continuing).stderr
+    assert "the gradient of this operation is nan" in paste(continuing).stderr
+
+
+def test_anomaly_is_one_message_that_names_the_line(home: Path) -> None:
+    """Autograd's own two tracebacks are in the log; the screen has the forward line, the batch and the way on."""
+    condition = "training and 7 in batch['idx'] and self.register == 'loss_a'"
+    write_experiment(home, files=spoil("(loss * 0).sqrt()", condition))
+    done = run_process(home, "--detect-anomaly")
+    assert done.returncode == 1
+    message = done.stderr.split("rank 0 failed:\n")[1].splitlines()
+    assert len(message) == 4, done.stderr
+    place = home / "experiment_settings/tiny/pymodules/module_transforms/a.py"
+    number = 1 + place.read_text().splitlines().index(next(x for x in place.read_text().splitlines() if "sqrt" in x))
+    assert message[0].startswith(f"{place}:{number}: the gradient of this operation is nan (")
+    assert re.search(r"in epoch 1, step 1, a batch of dataset a \(points [\d, ]*\b7\b.*\): return .*sqrt", message[0])
+    assert message[1].startswith("  fix: repair it in ")
+    assert "Error detected in" not in done.stderr + done.stdout
+    log = (home / "experiment_logs/tiny/train.log").read_text()
+    assert "Traceback of forward call that caused the error" in log
+    assert "returned nan values" in log
 
 
 def paste(command: str) -> subprocess.CompletedProcess[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shlex
 import shutil
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,39 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from pipeline.command_lines import launched_by
 from pipeline.commands import slurm
 from pipeline.distributed.processes import Processes
+from pipeline.launch.hosted_agent import _conclude
+from pipeline.launch.torchrun_command import training_line
 from pipeline.paths import ExperimentPaths
 from pipeline.worker import conclude_failure
 from tests.support.experiments import write_experiment
-from tests.support.running import SECONDS, end_launched, environment, run_inside, run_process
-from tests.support.verbs import call
+from tests.support.printed import commands_of, paste
+from tests.support.running import SECONDS, end_launched, run_inside, run_process
+from tests.support.verbs import call, held
 
 ROOT = Path(__file__).parents[2]
-# From the first word of a command to the end of its line, without a remark behind four spaces.
-COMMAND = re.compile(
-    r"(?:PYTHONPATH=\S+ )?[^\s:;]*(?:python3?|torchrun|training-pipeline) (?:.*?)(?=    \(|$)", re.MULTILINE
-)
-PLACEHOLDERS = {"VARIANT": "variant_1", "NAME": "name_1", "EXAMPLE": "example_1"}
-
-
-def commands_of(text: str) -> list[str]:
-    """Return the commands that a message prints, with names in place of the words that stand for one."""
-    lines = []
-    for line in COMMAND.findall(text):
-        if "-m pipeline" in line or "training_pipeline" in line or "training-pipeline" in line:
-            for word, name in PLACEHOLDERS.items():
-                line = re.sub(rf"\b{word}\b", name, line)
-            lines.append(line.strip())
-    return lines
-
-
-def paste(line: str, folder: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a line in a shell, as someone who copies it does."""
-    return subprocess.run(
-        line, shell=True, cwd=folder, env=environment(env), capture_output=True, text=True, timeout=SECONDS, check=False
-    )
 
 
 def said_by_run(home: Path, *words: str, name: str = "tiny") -> str:
@@ -73,7 +54,7 @@ Provoke = Callable[[Path, pytest.CaptureFixture[str]], str]
 
 @dataclass(frozen=True)
 class Case:
-    """A message: which functions build its commands, how it comes about, how many it has and how they end."""
+    """A message: which calls build its commands, how it comes about, how many it has and how they end."""
 
     sites: tuple[str, ...]
     provoke: Provoke
@@ -104,6 +85,28 @@ def crash_in_the_pipeline(error: BaseException) -> Provoke:
     def provoke(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
         paths = ExperimentPaths(home, "tiny")
         return said_by(lambda: conclude_failure(error, Processes(), paths), capsys)
+
+    return provoke
+
+
+def crash_untrained(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    shutil.rmtree(home / "experiment_results")
+    return crash_in_the_pipeline(RuntimeError("something else"))(home, capsys)
+
+
+def interrupt_untrained(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    shutil.rmtree(home / "experiment_results")
+    return crash_in_the_pipeline(KeyboardInterrupt())(home, capsys)
+
+
+def end_a_process(exit_code: int) -> Provoke:
+    """Return what the verb that hosts the processes prints of one that ended without a word."""
+
+    def provoke(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+        line = training_line(ExperimentPaths(home, "tiny"), nproc=2, flags=[], in_background=False)
+        failure = ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file=str(home / "none.json"))
+        with launched_by("train", ["--nproc", "2"]):
+            return said_by(lambda: _conclude(line, 1, failure, is_seen=False), capsys)
 
     return provoke
 
@@ -180,25 +183,47 @@ def when_reset(provoke: Provoke) -> Provoke:
 
 
 ALL_MANIFESTS = "*/manifest.json"
+# Of a function with several calls, each has its number.
 CASES = {
-    "unfinished": Case(("lifecycle.mode.choose_action",), training(), 2, trains=True),
-    "nothing to resume": Case(("lifecycle.mode.choose_action",), when_reset(training("--resume")), 1, trains=True),
-    "unknown to a verb": Case(("lifecycle.mode.check_known",), verb("status", "nosuch"), 1),
-    "unknown to a run": Case(("lifecycle.mode._make_or_correct",), training(name="nosuch"), 1),
-    "misspelt": Case(("lifecycle.mode._make_or_correct",), training(name="tinny"), 1, code=3),
-    "half of the settings": Case(("lifecycle.mode.check_settings_exist",), remove_half_of_the_settings, 1),
-    "finished": Case(("lifecycle.finished.finished_lines",), when_finished(training()), 2, trains=True),
-    "stopped": Case(
-        ("tracking.startup_summary.next_line",), training("--resume", "--stop-after-epoch", "2"), 1, trains=True
+    "unfinished": Case(
+        ("lifecycle.mode.choose_action:2", "lifecycle.mode.choose_action:3"), training(), 2, trains=True
     ),
-    "just finished": Case(("tracking.startup_summary.next_line",), training("--resume"), 1),
-    "author's mistake": Case(("worker._remedies",), crash_in_author_code, 2, trains=True),
-    "out of memory": Case(("worker._remedies",), crash_in_the_pipeline(MemoryError("out of memory")), 2, trains=True),
-    "crash": Case(("worker._remedies",), crash_in_the_pipeline(RuntimeError("something else")), 1, trains=True),
-    "interrupt": Case(("worker._how_to_continue",), crash_in_the_pipeline(KeyboardInterrupt()), 1, trains=True),
-    "frozen settings": Case(("run._read_frozen_contents",), training("--auto", "--set", "training.seed=9"), 1),
-    "no name": Case(("arguments._contradiction",), run_without_a_name, 1),
-    "set with resume": Case(("arguments._contradiction",), training("--resume", "--set", "training.seed=9"), 1),
+    "nothing to resume": Case(("lifecycle.mode.choose_action:1",), when_reset(training("--resume")), 1, trains=True),
+    "unknown to a verb": Case(("lifecycle.mode.check_known",), verb("status", "nosuch"), 1),
+    "unknown to a run": Case(("lifecycle.mode._make_or_correct:2",), training(name="nosuch"), 1),
+    "misspelt": Case(("lifecycle.mode._make_or_correct:1",), training(name="tinny"), 1, code=3),
+    "half of the settings": Case(("lifecycle.mode.check_settings_exist",), remove_half_of_the_settings, 1),
+    "finished": Case(
+        ("lifecycle.finished.finished_lines:1", "lifecycle.finished.finished_lines:2"),
+        when_finished(training()),
+        2,
+        trains=True,
+    ),
+    "stopped": Case(
+        ("tracking.startup_summary.next_line:3",), training("--resume", "--stop-after-epoch", "2"), 1, trains=True
+    ),
+    "just finished": Case(("tracking.startup_summary.next_line:2",), training("--resume"), 1),
+    "tried": Case(
+        ("tracking.startup_summary.next_line:1",), when_reset(training("--limit-batches", "1")), 1, trains=True
+    ),
+    "author's mistake": Case(("worker._remedies:4", "worker._remedies:5"), crash_in_author_code, 2, trains=True),
+    "out of memory": Case(
+        ("worker._remedies:1", "worker._remedies:2"),
+        crash_in_the_pipeline(MemoryError("out of memory")),
+        2,
+        trains=True,
+    ),
+    "crash": Case(("worker._remedies:6",), crash_in_the_pipeline(RuntimeError("something else")), 1, trains=True),
+    "first crash": Case(("worker._remedies:3",), crash_untrained, 1, trains=True),
+    "interrupt": Case(("lifecycle.mode.how_to_continue",), crash_in_the_pipeline(KeyboardInterrupt()), 1, trains=True),
+    "early interrupt": Case(("lifecycle.mode.describe_interrupt",), interrupt_untrained, 1, trains=True),
+    "killed process": Case(("lifecycle.mode.how_to_continue",), end_a_process(-9), 1, trains=True),
+    "silent process": Case(("lifecycle.mode.how_to_continue",), end_a_process(7), 1, trains=True),
+    "frozen settings": Case(
+        ("lifecycle.mode.read_frozen_contents",), training("--auto", "--set", "training.seed=9"), 1
+    ),
+    "no name": Case(("arguments._contradiction:1",), run_without_a_name, 1),
+    "set with resume": Case(("arguments._contradiction:2",), training("--resume", "--set", "training.seed=9"), 1),
     "other data": Case(("experiment.dataset_fingerprints.refuse_changed_datasets",), change_data, 1),
     "no commit": Case(("store.store._recover",), when_damaged(ALL_MANIFESTS, training("--resume")), 1, code=1),
     "unreadable commit": Case(
@@ -211,44 +236,62 @@ CASES = {
         code=1,
     ),
     "damage found": Case(
-        ("commands.fsck._lines",), when_damaged("6/manifest.json", verb("fsck", "tiny")), 1, trains=True
+        ("commands.fsck._lines:1",), when_damaged("6/manifest.json", verb("fsck", "tiny")), 1, trains=True
     ),
     "damage of a finished one": Case(
-        ("commands.fsck._lines",),
+        ("commands.fsck._lines:2",),
         when_finished(when_damaged("*/module_ckps/last/trunk.pt", verb("fsck", "tiny"))),
         1,
         trains=True,
     ),
-    "new": Case(("commands.new.execute",), verb("new", "example_2"), 1, trains=True),
+    "new": Case(("commands.new.execute:2",), verb("new", "example_2"), 1, trains=True),
+    # The stubs are still to be filled in.
+    "stubs": Case(("commands.new.execute:1",), verb("new", "example_3", "--empty"), 1, code=2),
     "no experiments": Case(("commands.status.execute",), when_empty(verb("status")), 1),
     "no output kept": Case(("commands.logs._choose_files",), verb("logs", "tiny", "--rank", "0"), 1, trains=True),
     "launched": Case(("commands.launch.execute",), launch_in_background, 1),
     "submitted": Case(("commands.slurm._submit",), submit_to_slurm, 1),
+    "several numbers of processes": Case(
+        ("commands.verify_resume._refuse_without_exact",),
+        verb("verify-resume", "tiny", "--nproc", "1,2", "--steps", "2", "--kills", "1"),
+        1,
+        trains=True,
+    ),
 }
 # Provoked by tests of their own below.
 ELSEWHERE = {
-    "store.lock._describe_use",
+    "store.lock._describe_use:1",
+    "store.lock._describe_use:2",
+    "launch.torchrun_command.start_in_background:1",
+    "launch.torchrun_command.start_in_background:2",
     "commands.stop.execute",
+    "commands.stop._kill_all:1",
+    # In tests/runs/test_hosting.py and test_nan.py.
+    "commands.stop._kill_all:2",
+    "loop._report_skipped:1",
+    "loop._report_skipped:2",
+    "loop._report_skipped:3",
+    "loop._report_skipped:4",
+    # Only pass on what their callers say.
     "command_lines.run_line",
-    "launch.hosted_agent._conclude",
-    # In tests/runs/test_adapters.py, test_nan.py and test_hosting.py.
+    # In tests/runs/test_adapters.py.
     "experiment.initial_weights._load",
-    "loop._report_skipped",
-    "commands.stop._kill_all",
-    "launch.torchrun_command.start_in_background",
+    "lifecycle.starts.line_like_last_start",
 }
+BUILDERS = ("run_line", "verb_line", "line_like_last_start")
 
 
 def call_sites() -> set[str]:
-    """Return every function of the pipeline that builds a command."""
+    """Return every call in the pipeline that builds a command: its function, and its number there if it has several."""
     sites = set()
     for path in (ROOT / "pipeline").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT / "pipeline").with_suffix("").parts)
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
-                calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-                if any(isinstance(called, ast.Name) and called.id in ("run_line", "verb_line") for called in calls):
-                    sites.add(f"{module}.{function.name}")
+                called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                count = sum(isinstance(name, ast.Name) and name.id in BUILDERS for name in called)
+                numbers = [""] if count == 1 else [f":{number}" for number in range(1, count + 1)]
+                sites |= {f"{module}.{function.name}{number}" for number in numbers}
     return sites
 
 
@@ -270,6 +313,22 @@ def test_printed_commands_work(name: str, begun: Path, capsys: pytest.CaptureFix
     for line in commands:
         result = paste(line)
         assert result.returncode == case.code, f"{line}\n{result.stdout}{result.stderr}"
+
+
+def test_command_that_stops_a_run_of_another_host_works(
+    begun: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run elsewhere cannot be killed from here, and the verb that asks it to stop is named."""
+    monkeypatch.chdir(ROOT)
+    asked = threading.Event()
+    with held(ExperimentPaths(begun, "tiny"), asked.wait):
+        with monkeypatch.context() as patch:
+            patch.setattr("pipeline.commands.stop.socket.gethostname", lambda: "another")
+            text = said_by(lambda: call(begun, "stop", "tiny", "--now"), capsys)
+        (line,) = commands_of(text)
+        stopped = paste(line)
+        asked.set()
+    assert "asked to stop after the current step" in stopped.stdout, text + stopped.stderr
 
 
 LONG = """
@@ -311,7 +370,8 @@ def test_command_names_the_way_a_run_was_launched(words: list[str], home: Path) 
     found = {"PATH": f"{folder}:{os.environ['PATH']}"}
     line = shlex.join([*words, "tiny", "--data-home", str(home)])
     stopped = paste(f"{line} --stop-after-epoch 1", env=found)
-    assert f"next: {line} --resume" in stopped.stdout + stopped.stderr
+    (following,) = commands_of((stopped.stdout + stopped.stderr).split("next:")[1])
+    assert sorted(shlex.split(following)) == sorted([*shlex.split(line), "--resume"])
     program = str(folder.relative_to(ROOT) / words[0])
     elsewhere = paste(shlex.join([program, *words[1:], "tiny", "--data-home", str(home)]))
     assert f"to continue:    {program} " in elsewhere.stdout + elsewhere.stderr
@@ -324,6 +384,22 @@ def test_command_names_the_run_verb(home: Path, monkeypatch: pytest.MonkeyPatch)
     (line,) = commands_of((stopped.stdout + stopped.stderr).split("next:")[1])
     assert line.endswith(f"training-pipeline run tiny --nproc 1 --data-home {home} -- --resume")
     assert paste(line).returncode == 0
+
+
+@pytest.mark.slow
+def test_commands_repeat_the_device(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A run that leaves the accelerators alone leaves them alone when it is continued, whoever names the command."""
+    monkeypatch.chdir(ROOT)
+    line = f"{sys.executable} -m pipeline run tiny --nproc 2 --data-home {home} -- --device=cpu --stop-after-epoch 0"
+    first = paste(line)
+    (following,) = commands_of((first.stdout + first.stderr).split("next:")[1])
+    refused = paste(line)
+    assert refused.returncode in (0, 3), refused.stderr
+    damage(home, "1/manifest.json")
+    (named,) = commands_of(said_by(lambda: call(home, "fsck", "tiny"), capsys))
+    for command in (following, named):
+        assert f"training-pipeline run tiny --nproc 2 --data-home {home} -- --resume --device cpu" in command
+    assert paste(f"{following} --stop-after-epoch 1").returncode == 0
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.status import EXIT_CODES
+from pipeline.monitoring.journal import END, Journal
 from pipeline.paths import ExperimentPaths
 from pipeline.store.lock import RunLock
 from tests.support.experiments import tree, write_experiment
@@ -175,3 +176,23 @@ FAILING = """
                 raise ValueError("boom")
             return super().__call__(batch, modules)
 """
+
+
+def test_failed_run_is_shown_by_its_reason(paths: ExperimentPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback says at its end what happened, a message of ours at its beginning; the log is shown without them."""
+    with paths.log_file.open("a") as log:
+        log.write("2026-01-01 00:00:00,000 - tiny - ERROR - rank 0 failed:\nTraceback:\n    ^^^^\nValueError: boom\n")
+    for error, reason in (
+        ('  File "a.py", line 1, in x\n    y\nValueError: boom\n', "ValueError: boom"),
+        ("4 steps in a row are bad.\n  fix: try\n    training-pipeline train tiny", "4 steps in a row are bad."),
+    ):
+        paths.journal_file.unlink()
+        journal = Journal(paths.journal_file, 0)
+        journal.start = 1
+        journal.note(END, outcome="failed", error=error)
+        capsys.readouterr()
+        assert call(paths.home, "status", "tiny") == 0
+        shown = capsys.readouterr().out
+        assert f"  ended      failed: {reason}\n" in shown
+        assert "rank 0 failed:" in shown
+        assert "^^^^" not in shown

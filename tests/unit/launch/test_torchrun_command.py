@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,76 @@ def test_experiment_is_launched_once(several: Path, capsys: pytest.CaptureFixtur
     record_launch(paths, 1)
     assert call(several, "launch", "tiny") == 3
     assert "'tiny' is starting already" in capsys.readouterr().err
+
+
+def break_settings(home: Path) -> None:
+    write_experiment(home, "second", training={"sede": 1})
+
+
+def break_python(home: Path) -> None:
+    (home / "experiment_settings/second/pymodules/early_stopper.py").write_text("early_stopper = (\n")
+
+
+def train_and_edit(home: Path) -> None:
+    run_inside(home, "--stop-after-epoch", "1", name="second")
+    with (home / "experiment_results/second/pymodules/early_stopper.py").open("a") as file:
+        file.write("# edited\n")
+
+
+def train(home: Path) -> None:
+    run_inside(home, "--stop-after-epoch", "1", name="second")
+
+
+def leave(home: Path) -> None:
+    """Change nothing."""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "flags", "code", "said"),
+    [
+        (break_settings, (), 2, "Did you mean 'seed'?"),
+        (break_python, (), 2, "early_stopper.py:1: must be valid Python: '(' was never closed"),
+        (leave, ("--set", "training.sede=1"), 2, "unknown key 'sede'"),
+        (leave, ("--", "--resume"), 3, "has no results to resume"),
+        (train, ("--", "--stop-after-epoch", "2"), 3, "'second' has unfinished results"),
+        (train, ("--set", "training.seed=9"), 2, "frozen since the experiment started"),
+        (train_and_edit, (), 2, "--accept-edited-copy"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["launch"], ["slurm", "--time", "10", "--submit"]], ids=["launch", "slurm"])
+def test_what_cannot_run_is_not_launched(
+    several: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: list[str],
+    prepare: Callable[[Path], None],
+    flags: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    """In the background a refusal is seen by nobody: it comes at the prompt, before any of them is started."""
+    monkeypatch.setattr("pipeline.commands.slurm.check_can_submit", lambda: None)
+    if verb[0] == "slurm" and "--" in flags:
+        pytest.skip("a job always has --auto")
+    prepare(several)
+    before = tree(several)
+    assert call(several, verb[0], "tiny", "second", *verb[1:], *flags) == code
+    assert said in capsys.readouterr().err
+    assert tree(several) == before
+
+
+def test_file_that_nothing_imports_may_be_anything(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a run would not refuse is launched; a finished experiment too, which then does nothing."""
+    (several / "experiment_settings/second/pymodules/utils/old.py").write_text("print 'of another Python'\n")
+    run_inside(several)
+    assert call(several, "launch", "tiny", "second", "--print") == 0
+
+
+def test_messages_of_a_launched_run_name_the_same_devices(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Continued from its log, an experiment stays on its GPUs and in the background."""
+    assert call(several, "launch", "tiny:2-3", "second:1", "--print") == 0
+    lines = [line["TRAINING_PIPELINE_LAUNCH"] for line in printed(capsys)]
+    assert lines == ["run --nproc 2 --gpus 2,3 --detach", "run --nproc 1 --gpus 1 --detach"]
 
 
 def test_launch_whose_run_has_ended_is_not_starting(several: Path) -> None:
