@@ -13,6 +13,7 @@ from pipeline.components.data_counters import BaseDataCounter, CategoryCounter, 
 from pipeline.components.datasets import BaseDataset, BaseDataTransform
 from pipeline.components.early_stoppers import BaseEarlyStopper, RegisterEarlyStopper, WeightedLossEarlyStopper
 from pipeline.components.experiment_parameters import Parameters
+from pipeline.components.hooks import BaseHook, TrainingState, UnfreezeAt
 from pipeline.components.loss_weighters import (
     BaseLossWeighter,
     DynamicWeightAverage,
@@ -23,6 +24,7 @@ from pipeline.components.loss_weighters import (
 from pipeline.components.losses import Losses, LossRecord, num_finished_epochs, weighted_loss
 from pipeline.components.metrics import AUROC, F1, R2, Accuracy, BaseMetric, ConfusionMatrix, MeanIoU
 from pipeline.components.module_transforms import BaseModuleTransform
+from pipeline.components.position import Position
 from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
 from pipeline.components.stateful import Stateful, load_json, save_json
 from pipeline.components.trackers import BaseTracker, Image, Point, TrackedRun
@@ -40,6 +42,7 @@ __all__ = [
     "BaseDataTransform",
     "BaseDataset",
     "BaseEarlyStopper",
+    "BaseHook",
     "BaseLossWeighter",
     "BaseMetric",
     "BaseModuleTransform",
@@ -58,11 +61,14 @@ __all__ = [
     "Parameters",
     "PeriodicCheckpointSaver",
     "Point",
+    "Position",
     "RegisterEarlyStopper",
     "Stateful",
     "StaticLossWeighter",
     "TorchScheduler",
     "TrackedRun",
+    "TrainingState",
+    "UnfreezeAt",
     "UniformLossWeighter",
     "WarmupScheduler",
     "WeightedLossEarlyStopper",

@@ -189,6 +189,7 @@ def component_states(session: TrainingSession) -> Iterator[tuple[str, str]]:
     }
     owners |= {f"data_counters/{name}.py": entry.counter for name, entry in components.data_counters.items()}
     owners |= {f"optim_sched/{name}.py": scheduler for name, scheduler in session.experiment.schedulers.items()}
+    owners |= {f"hooks/{name}.py": hook for name, hook in components.hooks.items()}
     for name in ("loss_weighter", "early_stopper", "checkpoint_saver"):
         owners[f"{name}.py"] = getattr(components, name)
     for file, owner in owners.items():

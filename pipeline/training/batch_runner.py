@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeline.components import BaseModuleTransform
+from pipeline.components import BaseModuleTransform, Position
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.distributed.processes import Processes
 from pipeline.errors import BrokenContract, PipelineError, Problem
@@ -63,6 +63,8 @@ class BatchRunner:
         self._experiment = experiment
         self._processes = processes
         self._split = split
+        # Where the training stands; whoever runs batches says so.
+        self.position = Position(0, 0, 0)
         self._trains = split == "train" and not evaluates
         self._is_fsdp = experiment.settings.training.parallelism == FSDP
         components = experiment.components
@@ -215,6 +217,7 @@ class BatchRunner:
     def _call(self, method: str, batch: Batch, ref: BatchRef, key: Key, *more: object) -> Any:
         """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
         transform = self._experiment.module_transforms[ref.shape.dataset]
+        _show_position(transform, self.position)
         seed_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         with contextlib.ExitStack() as around:
@@ -226,8 +229,16 @@ class BatchRunner:
             return getattr(transform, method)(batch, self._modules, *more)
 
 
+def _show_position(component: object, position: Position | None) -> None:
+    """Let a component read where the training stands, unless it has something else of that name."""
+    if isinstance(getattr(component, "position", None), Position | None):
+        component.position = position  # type: ignore[attr-defined]
+
+
 def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> object:
     """Let a module transform count the items of a batch."""
+    # It may run in a worker, or long before the step: what it would read depends on when the batch is loaded.
+    _show_position(transforms[dataset], None)
     counts = transforms[dataset].count_items(batch)  # type: ignore[attr-defined]
     return {name: _as_integer(value) for name, value in counts.items()} if isinstance(counts, Mapping) else counts
 

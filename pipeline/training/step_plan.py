@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipeline.components import Position
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.experiment.settings.settings import Settings
@@ -145,6 +146,14 @@ class StepPlan(ABC):
         """Return the number of steps in all epochs up to one."""
         steps = max(0, epoch) * self.num_steps
         return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def position(self, epoch: int, step: int = 0) -> Position:
+        """Return the place of a step, which counts from 1; 0 is before the first."""
+        return Position(epoch, step, self.steps_through(epoch - 1) + step)
+
+    def position_after(self, epoch: int) -> Position:
+        """Return the place of an epoch's evaluation."""
+        return Position(epoch, 0, self.steps_through(epoch))
 
     @property
     def last_epoch(self) -> int | None:

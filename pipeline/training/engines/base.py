@@ -61,10 +61,6 @@ class GradientEngine(ABC):
         self._flags = GradientFlags(modules)
         self._built = self._to_reduce = self._flags.now()
         self._buffers = StepBuffers(modules, processes, sums)
-        self._parameters = {
-            name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for name, optimizer in experiment.optimizers.items()
-        }
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.precision == "fp16")
         self._updates_draw = any(map(_may_draw, experiment.optimizers.values()))
         self._one = torch.ones((), device=processes.device)
@@ -125,6 +121,11 @@ class GradientEngine(ABC):
         self._buffers.begin_step(num_batches)
         self._requests = StepRequests()
         self._loss_sums = list[torch.Tensor]()
+        # Asked in every step: hooks may have added groups since the last one.
+        self._parameters = {
+            name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for name, optimizer in self._experiment.optimizers.items()
+        }
         self._trained = self._flags.now()
         self._has_new_flags = self._trained != self._reduced
         self._has_compared_flags = False
@@ -262,7 +263,8 @@ class GradientEngine(ABC):
         """Refuse flags that are not the same on all ranks; called by all of them, and done once per step."""
         if num_changed > 0 and not self._has_compared_flags:
             self._has_compared_flags = True
-            refuse_differences(self._processes, self._flags.describe(self._trained), "in a training step")
+            flags = self._flags.describe(self._trained)
+            refuse_differences(self._processes, flags, "in a training step", self._experiment.components.hooks)
 
     def _sum_unfrozen(self) -> None:
         """Let every rank have the newly trained weights' gradients of all batches, scaled like the others."""
