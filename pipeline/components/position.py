@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Position:
     """A place in the training, the same on every rank and after a resume.
 
@@ -16,3 +16,14 @@ class Position:
     epoch: int
     step: int
     global_step: int
+
+
+def reads_position(component: object) -> bool:
+    """Return whether a component has an attribute ``position`` that is not something else of the author's."""
+    return hasattr(component, "position") and isinstance(component.position, Position | None)
+
+
+def show_position(component: object, position: Position | None) -> None:
+    """Let a component that reads it know where the training stands."""
+    if reads_position(component):
+        component.position = position  # type: ignore[attr-defined]

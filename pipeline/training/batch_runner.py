@@ -6,14 +6,16 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.components import BaseModuleTransform, Position
+from pipeline.components.position import show_position
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.distributed.processes import Processes
 from pipeline.errors import BrokenContract, PipelineError, Problem
@@ -38,12 +40,17 @@ Key = tuple[int | str, ...]
 class _Planned(Iterable[PlannedBatch]):
     """Batches planned one by one as a loader asks: the indices of a whole epoch would take memory."""
 
-    def __init__(self, points: Points, refs: list[BatchRef]) -> None:
+    def __init__(self, points: Points, refs: list[BatchRef], positions: list[Position]) -> None:
         self._points = points
         self._refs = refs
+        # One for each batch, or none if nothing reads them.
+        self._positions = positions
 
     def __iter__(self) -> Iterator[PlannedBatch]:
-        return map(self._points.batch, self._refs)
+        planned = map(self._points.batch, self._refs)
+        if not self._positions:
+            return planned
+        return (replace(batch, position=place) for batch, place in zip(planned, self._positions, strict=True))
 
 
 class BatchRunner:
@@ -131,12 +138,29 @@ class BatchRunner:
         """Return whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
-    def load(self, refs: list[BatchRef], points: Points) -> Iterator[LoadedBatch]:
-        """Return these batches, in order; every dataset has a loader of its own, which may work ahead."""
+    @property
+    def shows_positions(self) -> bool:
+        """Return whether a dataset or a data transform reads the position of its batch."""
+        return any(loader.reads_position for loader in self._loaders.values())
+
+    def load(
+        self, refs: list[BatchRef], points: Points, positions: Iterable[Position] | None = None
+    ) -> Iterator[LoadedBatch]:
+        """Return these batches, in order; every dataset has a loader of its own, which may work ahead.
+
+        ``positions`` are needed if datasets read them; without, all batches are run where the runner stands.
+        """
         by_dataset: dict[str, list[BatchRef]] = {}
+        places: dict[str, list[Position]] = {}
         for ref in refs:
             by_dataset.setdefault(ref.shape.dataset, []).append(ref)
-        loading = {name: self._loaders[name].load(_Planned(points, chosen)) for name, chosen in by_dataset.items()}
+        if self.shows_positions:
+            for ref, position in zip(refs, repeat(self.position) if positions is None else positions, strict=False):
+                places.setdefault(ref.shape.dataset, []).append(position)
+        loading = {
+            name: self._loaders[name].load(_Planned(points, chosen, places.get(name, [])))
+            for name, chosen in by_dataset.items()
+        }
         return (next(loading[ref.shape.dataset]) for ref in refs)
 
     def close(self) -> None:
@@ -217,7 +241,7 @@ class BatchRunner:
     def _call(self, method: str, batch: Batch, ref: BatchRef, key: Key, *more: object) -> Any:
         """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
         transform = self._experiment.module_transforms[ref.shape.dataset]
-        _show_position(transform, self.position)
+        show_position(transform, self.position)
         seed_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         with contextlib.ExitStack() as around:
@@ -229,16 +253,10 @@ class BatchRunner:
             return getattr(transform, method)(batch, self._modules, *more)
 
 
-def _show_position(component: object, position: Position | None) -> None:
-    """Let a component read where the training stands, unless it has something else of that name."""
-    if isinstance(getattr(component, "position", None), Position | None):
-        component.position = position  # type: ignore[attr-defined]
-
-
 def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> object:
     """Let a module transform count the items of a batch."""
     # It may run in a worker, or long before the step: what it would read depends on when the batch is loaded.
-    _show_position(transforms[dataset], None)
+    show_position(transforms[dataset], None)
     counts = transforms[dataset].count_items(batch)  # type: ignore[attr-defined]
     return {name: _as_integer(value) for name, value in counts.items()} if isinstance(counts, Mapping) else counts
 

@@ -168,6 +168,14 @@ class StepPlan(ABC):
             batches = list(enumerate(self.step(epoch, index)))
             yield from (assignment.ref for assignment in assign(batches, rank, world_size))
 
+    def positions_of(
+        self, epoch: int, rank: int, world_size: int, first_step: int, assign: Assign = assign_shares
+    ) -> Iterator[Position]:
+        """Yield the position of each batch that ``refs_of`` yields."""
+        for index in range(first_step, self.steps_of(epoch)):
+            batches = list(enumerate(self.step(epoch, index)))
+            yield from [self.position(epoch, index + 1)] * len(assign(batches, rank, world_size))
+
 
 def _interleave(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield dataset and number of every batch, each time from the dataset that has progressed least."""

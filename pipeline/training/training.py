@@ -106,8 +106,9 @@ class TrainingStage:
                 scheduler.before_train_epoch(self.plan.num_steps)
             self.hooks.call("before_train_epoch", epoch)
         rank = self._processes.rank
-        refs = list(self.plan.refs_of(epoch, rank, self._processes.world_size, first_step, self._assign))
-        loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch)))
+        own = (epoch, rank, self._processes.world_size, first_step, self._assign)
+        refs = list(self.plan.refs_of(*own))
+        loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch), self.plan.positions_of(*own)))
         with self._engine.prefetching(loading.load):
             for index in range(first_step, self.plan.steps_of(epoch)):
                 yield self._step(epoch, index, loading, requests)

@@ -312,7 +312,7 @@ def test_hook_need_not_inherit(tmp_path: Path) -> None:
         hook = Counter()
     """
     run_inside(write(tmp_path, hook_file(plain)))
-    assert calls_of(tmp_path) == 3
+    assert json.loads((tmp_path / DATA / "hook_data/acting/state.json").read_text()) == {"calls": 3}
 
 
 def hook_of(moment: str, body: str, imports: str = "") -> Files:
@@ -616,3 +616,54 @@ def test_report_and_status_know_groups_that_begin_late(tmp_path: Path, capsys: p
     assert call(tmp_path, "status", "tiny") == 0
     page = (tmp_path / "experiment_logs/tiny/report.html").read_text()
     assert "trunk/layer" in page
+
+
+READING: Files = {
+    "pymodules/datasets/b.py": """
+        from pipeline.components import Position
+
+        from ..utils.points import Points
+
+
+        class Reading(Points):
+            position = None
+
+            def __getitem__(self, idx):
+                point = super().__getitem__(idx)
+                point["seen"] = [self.position.epoch, self.position.step, self.position.global_step]
+                return point
+
+
+        dataset = Reading(30, 1)
+    """,
+    "pymodules/module_transforms/b.py": """
+        from . import a
+
+        loss_registers = ["loss_b", "error"]
+
+
+        class ModuleTransform(a.ModuleTransform):
+            head = "head_b"
+            register = "loss_b"
+
+            def __call__(self, batch, modules):
+                at = self.position
+                expected = [at.epoch, at.step, at.global_step]
+                assert [int(values[0]) for values in batch["seen"]] == expected, (batch["seen"], at)
+                return super().__call__(batch, modules)
+    """,
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_dataset_reads_the_position_of_its_own_batch(tmp_path: Path, num_workers: int) -> None:
+    """Also of one that is loaded steps ahead, in a worker, and after a resume within an epoch."""
+    loading = f'train_dataloader_args = {{"batch_size": 3, "num_workers": {num_workers}}}\n'
+    files = {**READING, "pymodules/dataloaders/b.py": loading, **hook_file(ACTING)}
+    write(tmp_path, files)
+    words = ("--stop-after-epoch", "2")
+    done = run_process(tmp_path, *words, env={"KILL_AT": "after_train_step,1,4"})
+    assert done.returncode != 0
+    assert "AssertionError" not in done.stderr
+    done = run_process(tmp_path, "--resume", *words)
+    assert done.returncode == 0, done.stderr
