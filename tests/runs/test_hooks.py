@@ -659,7 +659,7 @@ READING: Files = {
 def test_dataset_reads_the_position_of_its_own_batch(tmp_path: Path, num_workers: int) -> None:
     """Also of one that is loaded steps ahead, in a worker, and after a resume within an epoch."""
     loading = f'train_dataloader_args = {{"batch_size": 3, "num_workers": {num_workers}}}\n'
-    files = {**READING, "pymodules/dataloaders/b.py": loading, **hook_file(ACTING)}
+    files = {**ACTS, **READING, "pymodules/dataloaders/b.py": loading}
     write(tmp_path, files)
     words = ("--stop-after-epoch", "2")
     done = run_process(tmp_path, *words, env={"KILL_AT": "after_train_step,1,4"})

@@ -86,7 +86,7 @@ def test_pymodule_snippets_run_and_resume(variant: Variant, digits_home: Path, t
     for name in ("whole", "parts"):
         folder = shutil.copytree(home / "experiment_settings/digits", home / "experiment_settings" / name)
         for path, text in variant.files.items():
-            for family in ("trackers", "metrics"):
+            for family in ("trackers", "metrics", "hooks"):
                 (folder / "pymodules" / family).mkdir(exist_ok=True)
             assert (folder / path).parent.is_dir(), f"{path} must say where the snippet belongs"
             (folder / path).write_text(text)
@@ -126,8 +126,8 @@ def test_paths_of_results_are_documented(digits_home: Path) -> None:
     patterns = path_patterns()
     assert [file for file in files if not any(re.fullmatch(one, file) for one in patterns)] == []
     unused = [one for one in patterns if not any(re.fullmatch(one, file) for file in files)]
-    # The example writes no artifacts, and the ready checkpoint savers have no state.
-    assert unused == ["artifacts/[^/]+/epoch_[^/]+/.+", "checkpoint_saver_data/.+"]
+    # The example writes no artifacts and has no hooks, and the ready checkpoint savers have no state.
+    assert unused == ["artifacts/[^/]+/epoch_[^/]+/.+", "hook_data/[^/]+/.+", "checkpoint_saver_data/.+"]
 
 
 def test_top_of_results_is_documented(digits_home: Path) -> None:
