@@ -667,3 +667,34 @@ def test_dataset_reads_the_position_of_its_own_batch(tmp_path: Path, num_workers
     assert "AssertionError" not in done.stderr
     done = run_process(tmp_path, "--resume", *words)
     assert done.returncode == 0, done.stderr
+
+
+def test_average_follows_hooks(tmp_path: Path) -> None:
+    """It begins as what at_start leaves, and counts the updates of an optimizer that gets its source later."""
+    files = {
+        **ACTS,
+        "pymodules/modules/head_a_ema.py": 'settings = {"average_of": "head_a", "decay": 0.9}\n',
+        "pymodules/modules/late.py": """
+            from torch import nn
+
+            module = nn.Linear(8, 8).requires_grad_(False)
+        """,
+        "pymodules/modules/late_ema.py": 'settings = {"average_of": "late", "decay": 0.9, "evaluate": None}\n',
+        "pymodules/module_transforms/a.py": FILES["pymodules/module_transforms/a.py"].replace(
+            'modules["stem"](batch["x"]))',
+            'modules["stem"](batch["x"])) + modules["late"](batch["x"][:, :1].repeat(1, 8))',
+        ),
+        "pymodules/hooks/late.py": UNFREEZE.format('3, "late", optimizer="trunk", lr=0.01'),
+    }
+    run_inside(write(tmp_path, files))
+    pools = {
+        (pool, name): read_any(tmp_path / DATA / f"module_ckps/{pool}/{name}.pt")[
+            "weight" if "late" in name else "bias"
+        ]
+        for pool in ("init", "epoch_2", "last")
+        for name in ("head_a", "head_a_ema", "late", "late_ema")
+    }
+    assert torch.equal(pools["init", "head_a"], pools["init", "head_a_ema"])
+    assert torch.equal(pools["epoch_2", "late"], pools["epoch_2", "late_ema"])
+    assert not torch.equal(pools["last", "late_ema"], pools["epoch_2", "late_ema"])
+    assert not torch.equal(pools["last", "late_ema"], pools["last", "late"])

@@ -139,7 +139,8 @@ class GradientEngine(ABC):
                 raise PipelineError(
                     "Parameters that require a gradient must be in an optimizer, but "
                     f"{', '.join(self._flags.names(lost))} require one since this step and are in none.\n"
-                    "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not, or in a hook with add_param_group."
+                    "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not, or with "
+                    "add_param_group in a hook."
                 )
 
     def add_batch(self, assignment: BatchAssignment, losses: BatchLosses, requests: StepRequests | None) -> None:
