@@ -28,6 +28,7 @@ DATA_COUNTER_DATA = "data_counter_data"
 EARLY_STOPPER_DATA = "early_stopper_data"
 CHECKPOINT_SAVER_DATA = "checkpoint_saver_data"
 LOSS_WEIGHTER_DATA = "loss_weighter_data"
+HOOK_DATA = "hook_data"
 # The steps of an epoch that is being trained are committed, but have no public name.
 RUNNING_STEPS = "running"
 DATA_HOME_VARIABLE = "GORIDEEPSTYLE_DATA_HOME"

@@ -233,6 +233,7 @@ class _Run:
         """Bring every part back to what was committed; return where the run continues."""
         commit = self._processes.on_rank_zero(self._commit_to_read, PersistedParts.is_needed)
         progress = commit.manifest.progress
+        self._processes.on_all_ranks(session.parts.prepare_tensors, commit.manifest.run_state)
         with committed_files(self._paths, self._processes, commit) as files:
             self._processes.on_all_ranks(self._load, session, files, progress)
         session.parts.load_run_values(commit.manifest.run_state)
@@ -303,6 +304,7 @@ class _Run:
         """Commit what a fresh experiment begins with; return the place that follows."""
         following = progress.next()
         session.experiment.initialize_schedulers()
+        session.training.begin()
         loop.commit_prepared(following)
         session.commits.wait()
         # Every rank loads the committed counts, rank zero too: a run must see what a resumed one would see.

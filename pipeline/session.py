@@ -11,6 +11,7 @@ from pipeline.checkpoint.records import Records
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.checks.data import check_even_steps
+from pipeline.experiment.param_groups import ParamGroups
 from pipeline.monitoring.journal import Journal
 from pipeline.monitoring.status_file import StatusFile
 from pipeline.paths import ExperimentPaths
@@ -85,7 +86,12 @@ def build_session(
         runners=(train, val),
         training=training,
         evaluation=EvaluationStage(
-            experiment, processes, val, records, partial(update_batchnorm, experiment, train, training.plan)
+            experiment,
+            processes,
+            val,
+            records,
+            training.plan,
+            partial(update_batchnorm, experiment, train, training.plan),
         ),
         samples=Samples(experiment, processes, val),
         store=store,
@@ -96,6 +102,7 @@ def build_session(
             store.claim.stop_file if processes.is_rank_zero else None, has_launcher=processes.has_launcher
         ),
     )
+    groups = ParamGroups(experiment.components.trained_modules, experiment.optimizers)
     # Small JSON values that must survive a kill: one row each.
     parts.run_values = [
         RunValue("best", partial(getattr, session, "best"), partial(setattr, session, "best"), has_default=True),
@@ -105,5 +112,6 @@ def build_session(
         RunValue("grad_scaler", engine.scaler.state_dict, engine.scaler.load_state_dict),
         RunValue("requires_grad", engine.flags_state, engine.load_flags, has_default=True),
         RunValue("averages", averages.state, averages.load_state, has_default=True),
+        RunValue("param_groups", groups.as_json, groups.rebuild, has_default=True, precedes_tensors=True),
     ]
     return session

@@ -32,6 +32,7 @@ from pipeline.paths import (
     CHECKPOINT_SAVER_DATA,
     DATA_COUNTER_DATA,
     EARLY_STOPPER_DATA,
+    HOOK_DATA,
     LOSS_WEIGHT_DATA,
     LOSS_WEIGHTER_DATA,
     MODULE_CKPS,
@@ -91,7 +92,7 @@ class RunValue:
     """A small JSON value in the manifest.
 
     With ``has_default``, commits of earlier versions may lack it and nothing is loaded; with ``missing``, that value is
-    loaded instead.
+    loaded instead. One that ``precedes_tensors`` decides which tensors there are, so it is loaded before them.
     """
 
     name: str
@@ -99,6 +100,7 @@ class RunValue:
     load: Callable[[Any], None]
     has_default: bool = False
     missing: object = None
+    precedes_tensors: bool = False
 
 
 class PersistedParts:
@@ -129,6 +131,7 @@ class PersistedParts:
         return [
             *(FolderPart(f"{DATA_COUNTER_DATA}/{name}", entry.counter, _ONCE) for name, entry in counters),
             *(FolderPart(f"{SCHED_DATA}/{name}", scheduler, _ONCE | _TRAINED) for name, scheduler in schedulers),
+            *(FolderPart(f"{HOOK_DATA}/{name}", hook, _ONCE | _TRAINED) for name, hook in components.hooks.items()),
             FolderPart(EARLY_STOPPER_DATA, components.early_stopper, _ONCE | _JUDGED),
             FolderPart(CHECKPOINT_SAVER_DATA, components.checkpoint_saver, _ONCE | _JUDGED),
             FolderPart(LOSS_WEIGHTER_DATA, components.loss_weighter, _ONCE | _JUDGED | _TRAINED),
@@ -289,9 +292,17 @@ class PersistedParts:
         """Return the small values of a commit, by name."""
         return {value.name: value.save() for value in self.run_values}
 
+    def prepare_tensors(self, saved: Mapping[str, object]) -> None:
+        """Load those small values of a commit that decide which tensors there are."""
+        self._load_values([value for value in self.run_values if value.precedes_tensors], saved)
+
     def load_run_values(self, saved: Mapping[str, object]) -> None:
-        """Give the small values of a commit back to their owners."""
-        for value in self.run_values:
+        """Give the other small values of a commit back to their owners."""
+        self._load_values([value for value in self.run_values if not value.precedes_tensors], saved)
+
+    @staticmethod
+    def _load_values(values: Iterable[RunValue], saved: Mapping[str, object]) -> None:
+        for value in values:
             if value.name in saved or value.missing is not None:
                 value.load(saved.get(value.name, value.missing))
             elif not value.has_default:

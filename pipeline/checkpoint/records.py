@@ -68,6 +68,10 @@ class Records:
         """The number of steps of the running epoch whose losses are recorded."""
         return len(next(iter(self.losses["train"].values())).step_means)
 
+    def is_evaluated(self, epoch: int) -> bool:
+        """Return whether the latest evaluation is that of an epoch."""
+        return any(record.epochs[-1:] == [epoch] for record in self.losses["val"].values())
+
     def add_step_losses(self, totals: np.ndarray, items: Iterable[int]) -> None:
         """Record one step: a total and a number of items per register, in the settings' order."""
         # Rates and skips of a step are recorded at once, its losses when they have come from the device.
@@ -82,7 +86,13 @@ class Records:
         for optimizer, groups in rates.items():
             self.grad_norms[optimizer].append(norms[optimizer])
             for group, rate in groups.items():
-                self.rates[optimizer][group].append(rate)
+                self._rates_of(optimizer, group, len(self.skipped) - 1).append(rate)
+
+    def _rates_of(self, optimizer: str, group: str, num_steps: int) -> array[float]:
+        """Return the rates of a group over so many steps; one that hooks have added since has NaN before."""
+        rates = self.rates[optimizer].setdefault(group, array("d"))
+        rates.extend([math.nan] * (num_steps - len(rates)))
+        return rates
 
     def finish_train_epoch(self, epoch: int) -> None:
         """Add the epoch's values; steps that were skipped do not count."""
@@ -122,8 +132,14 @@ class Records:
 
     def load_segment(self, path: Path) -> None:
         """Append what ``segment`` wrote."""
-        columns = {**self._columns(), **self._loss_columns()}
         with columns_of(path) as stored:
+            for name in stored:
+                kind, _, rest = name.partition("/")
+                if kind == "lr":
+                    # A column that hooks have added since an earlier segment.
+                    optimizer, _, group = rest.partition("/")
+                    self._rates_of(optimizer, group, len(self.skipped))
+            columns = {**self._columns(), **self._loss_columns()}
             for name, values in columns.items():
                 values.extend(stored[name].tolist())
 
@@ -163,8 +179,12 @@ class Records:
         for optimizer, groups in self.rates.items():
             with columns_of(data / f"{LR_DATA}/{optimizer}/step_data_{epoch}.npz") as stored:
                 self.grad_norms[optimizer].extend(stored["grad_norms"].tolist())
-                for group, values in groups.items():
-                    values.extend(stored[f"lr_{group}"].tolist())
+                for name in stored:
+                    if name.startswith("lr_"):
+                        groups.setdefault(name.removeprefix("lr_"), array("d")).extend(stored[name].tolist())
+                for group in groups:
+                    # Of an epoch before the group was added.
+                    self._rates_of(optimizer, group, len(self.skipped))
 
     def epoch_files(self, split: str) -> dict[str, Writer]:
         """Return the files that hold one entry per finished epoch, by path below data/."""

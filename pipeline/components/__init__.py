@@ -13,6 +13,7 @@ from pipeline.components.data_counters import BaseDataCounter, CategoryCounter, 
 from pipeline.components.datasets import BaseDataset, BaseDataTransform
 from pipeline.components.early_stoppers import BaseEarlyStopper, RegisterEarlyStopper, WeightedLossEarlyStopper
 from pipeline.components.experiment_parameters import Parameters
+from pipeline.components.hooks import BaseHook, TrainingState, UnfreezeAt
 from pipeline.components.loss_weighters import (
     BaseLossWeighter,
     DynamicWeightAverage,
@@ -24,6 +25,7 @@ from pipeline.components.losses import Losses, LossRecord, num_finished_epochs, 
 from pipeline.components.metrics import AUROC, F1, R2, Accuracy, BaseMetric, ConfusionMatrix, MeanIoU
 from pipeline.components.module_transforms import BaseModuleTransform
 from pipeline.components.optimizers import sharpness_aware
+from pipeline.components.position import Position
 from pipeline.components.schedulers import BaseScheduler, TorchScheduler, WarmupScheduler
 from pipeline.components.stateful import Stateful, load_json, save_json
 from pipeline.components.trackers import BaseTracker, Image, Point, TrackedRun
@@ -41,6 +43,7 @@ __all__ = [
     "BaseDataTransform",
     "BaseDataset",
     "BaseEarlyStopper",
+    "BaseHook",
     "BaseLossWeighter",
     "BaseMetric",
     "BaseModuleTransform",
@@ -59,11 +62,14 @@ __all__ = [
     "Parameters",
     "PeriodicCheckpointSaver",
     "Point",
+    "Position",
     "RegisterEarlyStopper",
     "Stateful",
     "StaticLossWeighter",
     "TorchScheduler",
     "TrackedRun",
+    "TrainingState",
+    "UnfreezeAt",
     "UniformLossWeighter",
     "WarmupScheduler",
     "WeightedLossEarlyStopper",

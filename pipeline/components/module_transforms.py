@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.components.position import Position
+
 
 class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
@@ -18,7 +20,11 @@ class BaseModuleTransform:
     ``predict(batch, modules)`` returns ``{name: values}``, one entry per item, for ``evaluate --out``;
     ``images(batch, modules)`` returns ``{name: image}`` for people to look at; ``artifacts(batch, modules, folder)``
     writes files into a folder, which become part of the results.
+
+    ``position`` is that of the batch, the same on every rank; ``count_items`` runs when a batch is loaded and has none.
     """
+
+    position: Position | None = None
 
     def __init__(self, data_counters: dict[str, Any], device: torch.device, logger: logging.Logger) -> None:
         self.data_counters = data_counters

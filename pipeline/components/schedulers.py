@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from pipeline.components.losses import Losses
 from pipeline.components.stateful import Stateful, load_json, save_json
 from pipeline.serialization.torch_files import load_tensors
 
@@ -32,25 +35,42 @@ class BaseScheduler(Stateful):
     def after_train_epoch(self) -> None:
         """Called after the last step of an epoch."""
 
+    def after_evaluation(self, losses: Losses) -> None:
+        """Called when the training continues after an evaluation, before ``before_train_epoch``; not after the last.
+
+        The evaluation's values are the last of ``epoch_means`` of ``losses["val"]``.
+        """
+
 
 class TorchScheduler(BaseScheduler):
-    """Adapts a scheduler of ``torch.optim.lr_scheduler``, stepped once per ``"step"`` or per ``"epoch"``."""
+    """Adapts a scheduler of ``torch.optim.lr_scheduler``, stepped once per ``"step"`` or per ``"epoch"``.
 
-    def __init__(self, torch_scheduler: LRScheduler, per: str = "epoch") -> None:
+    ReduceLROnPlateau is stepped after each evaluation instead, with the value of ``register``. A scheduler changes the
+    rates of the groups that it was created with: a group that a hook adds later keeps its own.
+    """
+
+    def __init__(self, torch_scheduler: LRScheduler, per: str = "epoch", register: str | None = None) -> None:
         if per not in ("step", "epoch"):
             raise ValueError(f'per must be "step" or "epoch", but is {per!r} instead.')
-        if isinstance(torch_scheduler, ReduceLROnPlateau):
+        needs_register = isinstance(torch_scheduler, ReduceLROnPlateau)
+        if needs_register and register is None:
             raise ValueError(
-                "ReduceLROnPlateau needs a metric, which schedulers do not see; use one that follows epochs or steps."
+                "ReduceLROnPlateau follows a register of evaluations, but none is named; "
+                'write TorchScheduler(ReduceLROnPlateau(…), register="loss").'
             )
+        if register is not None and not needs_register:
+            kind = type(torch_scheduler).__name__
+            raise ValueError(f"register is for ReduceLROnPlateau, but {kind} follows steps or epochs alone.")
         self.torch_scheduler = torch_scheduler
         self.per = per
+        self.register = register
         # True from the first epoch until the scheduler's own first epoch.
         self.is_waiting = False
+        self._num_groups = len(torch_scheduler.optimizer.param_groups)
 
     def initialize(self, start_epoch: int) -> None:
         # torch's schedulers set their first learning rate when they are created. Undo it until the scheduler acts.
-        self.is_waiting = start_epoch > 1
+        self.is_waiting = start_epoch > 1 and self.register is None
         if self.is_waiting:
             for group in self.torch_scheduler.optimizer.param_groups:
                 group["lr"] = group["initial_lr"]
@@ -60,16 +80,37 @@ class TorchScheduler(BaseScheduler):
             # The scheduler's first epoch: apply the rates that ``initialize`` has undone.
             self.is_waiting = False
             rates = self.torch_scheduler.get_last_lr()
-            for group, rate in zip(self.torch_scheduler.optimizer.param_groups, rates, strict=True):
+            groups = self.torch_scheduler.optimizer.param_groups[: self._num_groups]
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
     def after_train_step(self, step: int) -> None:
-        if self.per == "step":
-            self.torch_scheduler.step()
+        if self.per == "step" and self.register is None:
+            with self._known_groups():
+                self.torch_scheduler.step()
 
     def after_train_epoch(self) -> None:
-        if self.per == "epoch":
-            self.torch_scheduler.step()
+        if self.per == "epoch" and self.register is None:
+            with self._known_groups():
+                self.torch_scheduler.step()
+
+    def after_evaluation(self, losses: Losses) -> None:
+        if self.register is not None:
+            with self._known_groups():
+                # A value that is not a number is never an improvement: it compares as false.
+                value = losses["val"][self.register].epoch_means[-1]
+                self.torch_scheduler.step(value)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _known_groups(self) -> Iterator[None]:
+        """Show the scheduler those groups alone that it was created with; it has no base rates of others."""
+        optimizer = self.torch_scheduler.optimizer
+        groups = optimizer.param_groups
+        optimizer.param_groups = groups[: self._num_groups]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
 
     def save(self, folder: Path) -> None:
         with (folder / "scheduler.pt").open("wb") as file:
@@ -149,6 +190,12 @@ class WarmupScheduler(BaseScheduler):
         if not was_warming_up:
             self.then.after_train_epoch()
 
+    def after_evaluation(self, losses: Losses) -> None:
+        # An author's own scheduler need not have the method.
+        act = getattr(self.then, "after_evaluation", None)
+        if act is not None and not self.is_warming_up:
+            act(losses)
+
     def _set_rates(self, step: int) -> None:
         if self.warmup_epochs is None:
             completed = self.num_taken / (self.warmup_steps or 1)
@@ -156,7 +203,8 @@ class WarmupScheduler(BaseScheduler):
             # At most 1: a warm-up of a fraction of an epoch ends before the epoch does.
             completed = min(1.0, (self.num_epochs + step / self.num_steps) / self.warmup_epochs)
         factor = self.start_factor + (1 - self.start_factor) * completed
-        for group, rate in zip(self.optimizer.param_groups, self.full_rates, strict=True):
+        # A group that a hook has added has no part in the warm-up.
+        for group, rate in zip(self.optimizer.param_groups, self.full_rates, strict=False):
             group["lr"] = rate * factor
 
     def save(self, folder: Path) -> None:

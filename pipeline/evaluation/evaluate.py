@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.parts import restore_counters
 from pipeline.checkpoint.snapshots import target_in
+from pipeline.components import Position
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, PipelineError, Problem, UnreadableFile, UsageError, nearest
 from pipeline.evaluation.result import BLOCKS, Facts, Outcome
@@ -77,6 +78,7 @@ def evaluate(
     if request.predicts:
         predicting = processes.on_all_ranks(_find_predicting, experiment)
     with closing(BatchRunner(experiment, processes, request.split, evaluates=True)) as runner:
+        runner.position = Position(epoch or 0, 0, steps_of(manifest, request.pool) or 0)
         evaluation = EvaluationPass(experiment, processes, runner, request.shard, request.average)
         is_whole = request.shard == (0, 1)
         if not is_whole:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from pipeline.components import Position
 from pipeline.components.losses import mean
 from pipeline.distributed.processes import Processes
 from pipeline.errors import Problem
@@ -79,6 +80,7 @@ class Trial:
         engine.prepare()
         experiment.set_training(True)
         runner = BatchRunner(experiment, self._processes, "train")
+        runner.position = Position(1, 1, 1)
         refs = list(_first_batches(runner))
         touched: set[int] = set()
 

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from pipeline.components import BaseModuleTransform, BaseScheduler
 from pipeline.errors import InvalidExperiment, PipelineError, Problem
 from pipeline.experiment.checks.data import Splits, read_splits, unevaluated_registers
-from pipeline.experiment.checks.names import name_problems
+from pipeline.experiment.checks.hooks import unfreezing_problems
+from pipeline.experiment.checks.names import name_problems, scheduler_problems
 from pipeline.experiment.checks.parameters import (
     optimizer_problems,
     parameter_problems,
@@ -259,6 +260,10 @@ def _assemble(
                 problems += parameter_problems(components, optimizers, folder)
             schedulers = create_schedulers(components, optimizers, folder, problems)
             problems += saving_problems(components, settings.training, folder)
+            if "loss_registers" not in failed:
+                problems += scheduler_problems(schedulers, settings, folder)
+            if "hooks" not in failed:
+                problems += unfreezing_problems(components, optimizers, folder)
     assumed = tuple(parts.assumptions)
     is_sharded = mesh is not None
     experiment = Experiment(

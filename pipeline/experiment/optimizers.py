@@ -13,6 +13,7 @@ from pipeline.components import BaseScheduler
 from pipeline.errors import Problem
 from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.contract_examples import required_methods
+from pipeline.experiment.pymodules.contracts import takes
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.user_code import place_of, user_problem
 from pipeline.experiment.settings.settings import Settings
@@ -110,9 +111,12 @@ def create_schedulers(
                 kind = type(schedulers[name]).__name__
                 fix = f"return TorchScheduler({kind}(…)) for a scheduler of torch's, from pipeline.components"
                 if kind == "ReduceLROnPlateau":
-                    what = "create_scheduler must return a scheduler that needs no losses, but ReduceLROnPlateau does"
-                    fix = "return TorchScheduler(CosineAnnealingLR(optimizer, T_max=10)), for example"
+                    fix = 'return TorchScheduler(ReduceLROnPlateau(…), register="loss"), with a register of evaluations'
                 problems.append(Problem(place_of(Path(where), "create_scheduler"), what, fix))
                 # One of torch's own schedulers lacks several: one message is enough.
                 break
+        after_evaluation = getattr(schedulers[name], "after_evaluation", None)
+        if after_evaluation is not None and not takes(after_evaluation, 1):
+            what = "after_evaluation of a scheduler must take one argument: after_evaluation(losses)"
+            problems.append(Problem(place_of(Path(where), "create_scheduler"), what))
     return schedulers

@@ -72,7 +72,12 @@ class Steps:
 
     def add_running(self, epoch: int, segments: list[dict[str, np.ndarray]], num_steps: int) -> None:
         """Add the epoch that is being trained: each commit inside it has added a segment of steps."""
-        columns = {name: np.concatenate([segment[name] for segment in segments]) for name in segments[0]}
+        # A group that was added within the epoch has no column in the segments before.
+        gaps = [np.full(len(segment["skipped"]), np.nan) for segment in segments]
+        columns = {
+            name: np.concatenate([segment.get(name, gap) for segment, gap in zip(segments, gaps, strict=True)])
+            for name in dict.fromkeys(name for segment in segments for name in segment)
+        }
         # In the first epoch the number of steps may be unknown; then the segments fill it.
         num_steps = max(num_steps, len(columns["skipped"]))
         self.skipped += (epoch - 1 + (np.flatnonzero(columns["skipped"]) + 1) / num_steps).tolist()

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.arguments import parse_arguments
+from pipeline.components.position import reads_position
 from pipeline.paths import RESULTS_HOME_VARIABLE, ExperimentPaths, results_names
 from pipeline.serialization.fingerprint import fingerprint
 from pipeline.session import TrainingSession
@@ -189,6 +190,7 @@ def component_states(session: TrainingSession) -> Iterator[tuple[str, str]]:
     }
     owners |= {f"data_counters/{name}.py": entry.counter for name, entry in components.data_counters.items()}
     owners |= {f"optim_sched/{name}.py": scheduler for name, scheduler in session.experiment.schedulers.items()}
+    owners |= {f"hooks/{name}.py": hook for name, hook in components.hooks.items()}
     for name in ("loss_weighter", "early_stopper", "checkpoint_saver"):
         owners[f"{name}.py"] = getattr(components, name)
     for file, owner in owners.items():
@@ -202,6 +204,9 @@ def component_states(session: TrainingSession) -> Iterator[tuple[str, str]]:
 
 def _attributes(owner: object, path: str, depth: int) -> Iterator[tuple[str, str]]:
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+        if name == "position" and reads_position(owner):
+            # It is set again before each batch.
+            continue
         where = f"{path}.{name}"
         is_plain = not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, torch.Generator))
         if is_plain:

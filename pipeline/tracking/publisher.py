@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -168,7 +169,9 @@ class Publisher:
             for optimizer, groups in records.rates.items():
                 yield Point(f"grad_norm/{optimizer}", step, records.grad_norms[optimizer][index])
                 for group, rates in groups.items():
-                    yield Point(f"lr/{optimizer}/{group}", step, rates[index])
+                    # A group that was added later has no rate yet.
+                    if not math.isnan(rates[index]):
+                        yield Point(f"lr/{optimizer}/{group}", step, rates[index])
 
     def _epochs(self, split: str) -> list[int]:
         return next(iter(self._records.losses[split].values())).epochs

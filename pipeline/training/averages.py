@@ -35,20 +35,36 @@ class Averages:
             name: _Follower(components.all_modules[settings.source], components.all_modules[name], settings)
             for name, settings in components.averages.items()
         }
-        self._owners = {name: self._find_owners(experiment, settings) for name, settings in components.averages.items()}
+        self._experiment = experiment
+        # Hooks may add groups, and with them owners.
+        self._num_groups = -1
+        self._owners: dict[str, frozenset[str]] = {}
 
-    @staticmethod
-    def _find_owners(experiment: Experiment, settings: AverageSettings) -> frozenset[str]:
+    def begin(self) -> None:
+        """Begin again as copies of the sources, which hooks may have changed before the first step."""
+        for follower in self._followers.values():
+            follower.begin()
+
+    def _update_owners(self) -> None:
+        """Find the optimizers that update the source of each average, if there are groups that were not there."""
+        num_groups = sum(len(optimizer.param_groups) for optimizer in self._experiment.optimizers.values())
+        if num_groups != self._num_groups:
+            self._num_groups = num_groups
+            averages = self._experiment.components.averages.items()
+            self._owners = {name: self._find_owners(settings) for name, settings in averages}
+
+    def _find_owners(self, settings: AverageSettings) -> frozenset[str]:
         """Return the optimizers that update the source of an average."""
-        own = set(map(id, experiment.components.all_modules[settings.source].parameters()))
+        own = set(map(id, self._experiment.components.all_modules[settings.source].parameters()))
         return frozenset(
             name
-            for name, optimizer in experiment.optimizers.items()
+            for name, optimizer in self._experiment.optimizers.items()
             if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         )
 
     def after_update(self, stepped: Collection[str], epoch: int) -> None:
         """Let every average follow whose source was updated by one of the optimizers that have stepped."""
+        self._update_owners()
         for name, follower in self._followers.items():
             if not self._owners[name].isdisjoint(stepped):
                 follower.follow(epoch)
@@ -70,6 +86,10 @@ class _Follower:
         self._source = source
         self._average = average
         self.num_updates = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Become a copy of the source."""
         _copy([*self._parameters(), *self._buffers()])
 
     def _parameters(self) -> list[_Pair]:
@@ -148,6 +168,7 @@ def update_batchnorm(experiment: Experiment, runner: BatchRunner, plan: StepPlan
             continue
         refs = _first_batches(plan, max(1, epoch), settings.update_bn)
         points = runner.points(max(1, epoch))
+        runner.position = plan.position_after(epoch)
         others = [module for other, module in experiment.components.all_modules.items() if other != name]
         momenta = [layer.momentum for layer in layers]
         with torch.no_grad(), preserved_buffers(others), runner.average_swapped(name):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.components import Position
 from pipeline.system.seeding import keyed_permutation
 from pipeline.training.step_plan import BatchRef
 
@@ -16,11 +17,15 @@ _PASSES_KEPT = 2
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One batch: which points it holds, and the key of everything random in it."""
+    """One batch: which points it holds, and the key of everything random in it.
+
+    ``position`` is where the training stands when it is run, for datasets and transforms that read it.
+    """
 
     dataset: str
     indices: tuple[int, ...]
     key: tuple[int | str, ...]
+    position: Position | None = None
 
 
 class Points(Protocol):

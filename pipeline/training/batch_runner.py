@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch
 
-from pipeline.components import BaseModuleTransform
+from pipeline.components import BaseModuleTransform, Position
+from pipeline.components.position import show_position
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.distributed.processes import Processes
 from pipeline.errors import BrokenContract, PipelineError, Problem
@@ -35,12 +37,17 @@ Key = tuple[int | str, ...]
 class _Planned(Iterable[PlannedBatch]):
     """Batches planned one by one as a loader asks: the indices of a whole epoch would take memory."""
 
-    def __init__(self, points: Points, refs: list[BatchRef]) -> None:
+    def __init__(self, points: Points, refs: list[BatchRef], positions: list[Position]) -> None:
         self._points = points
         self._refs = refs
+        # One for each batch, or none if nothing reads them.
+        self._positions = positions
 
     def __iter__(self) -> Iterator[PlannedBatch]:
-        return map(self._points.batch, self._refs)
+        planned = map(self._points.batch, self._refs)
+        if not self._positions:
+            return planned
+        return (replace(batch, position=place) for batch, place in zip(planned, self._positions, strict=True))
 
 
 class BatchRunner:
@@ -60,6 +67,8 @@ class BatchRunner:
         self._experiment = experiment
         self._processes = processes
         self._split = split
+        # Where the training stands; whoever runs batches says so.
+        self.position = Position(0, 0, 0)
         self._trains = split == "train" and not evaluates
         self._shards_modules = experiment.settings.training.shards_modules
         components = experiment.components
@@ -130,12 +139,29 @@ class BatchRunner:
         """Return whether loading begins with workers that are not there yet."""
         return any(loader.starts_workers for loader in self._loaders.values())
 
-    def load(self, refs: list[BatchRef], points: Points) -> Iterator[LoadedBatch]:
-        """Return these batches, in order; every dataset has a loader of its own, which may work ahead."""
+    @property
+    def shows_positions(self) -> bool:
+        """Return whether a dataset or a data transform reads the position of its batch."""
+        return any(loader.reads_position for loader in self._loaders.values())
+
+    def load(
+        self, refs: list[BatchRef], points: Points, positions: Iterable[Position] | None = None
+    ) -> Iterator[LoadedBatch]:
+        """Return these batches, in order; every dataset has a loader of its own, which may work ahead.
+
+        ``positions`` are needed if datasets read them; without, all batches are run where the runner stands.
+        """
         by_dataset: dict[str, list[BatchRef]] = {}
+        places: dict[str, list[Position]] = {}
         for ref in refs:
             by_dataset.setdefault(ref.shape.dataset, []).append(ref)
-        loading = {name: self._loaders[name].load(_Planned(points, chosen)) for name, chosen in by_dataset.items()}
+        if self.shows_positions:
+            for ref, position in zip(refs, repeat(self.position) if positions is None else positions, strict=False):
+                places.setdefault(ref.shape.dataset, []).append(position)
+        loading = {
+            name: self._loaders[name].load(_Planned(points, chosen, places.get(name, [])))
+            for name, chosen in by_dataset.items()
+        }
         return (next(loading[ref.shape.dataset]) for ref in refs)
 
     def close(self) -> None:
@@ -233,6 +259,7 @@ class BatchRunner:
     def _call(self, method: str, batch: Batch, ref: BatchRef, key: Key, *more: object) -> Any:
         """Call a method of a module transform with a batch and the modules; what it draws follows from ``key``."""
         transform = self._experiment.module_transforms[ref.shape.dataset]
+        show_position(transform, self.position)
         seed_generators(*key)
         dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
         autocast = nullcontext() if dtype is None else torch.autocast(self._processes.device.type, dtype=dtype)
@@ -245,6 +272,8 @@ class BatchRunner:
 
 def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> object:
     """Let a module transform count the items of a batch."""
+    # It may run in a worker, or long before the step: what it would read depends on when the batch is loaded.
+    show_position(transforms[dataset], None)
     counts = transforms[dataset].count_items(batch)  # type: ignore[attr-defined]
     return {name: _as_integer(value) for name, value in counts.items()} if isinstance(counts, Mapping) else counts
 

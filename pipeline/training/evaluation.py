@@ -17,7 +17,14 @@ from pipeline.training.buffers import preserved_buffers
 from pipeline.training.loaders import Batch, LoadedBatch
 from pipeline.training.losses import LossAccumulator, total_losses
 from pipeline.training.metrics import MetricAccumulator
-from pipeline.training.step_plan import BatchAssignment, assign_rounds, assign_shares, evaluation_refs, share_of
+from pipeline.training.step_plan import (
+    BatchAssignment,
+    StepPlan,
+    assign_rounds,
+    assign_shares,
+    evaluation_refs,
+    share_of,
+)
 
 # Asking all ranks whether one was asked to stop is a collective; an evaluation that stops loses its own time only.
 _ROUNDS_BETWEEN_STOP_CHECKS = 16
@@ -118,11 +125,14 @@ class EvaluationStage:
         processes: Processes,
         runner: BatchRunner,
         records: Records,
+        plan: StepPlan,
         prepare_averages: Callable[[int], None],
     ) -> None:
         self._experiment = experiment
         self._processes = processes
         self._records = records
+        self._plan = plan
+        self._runner = runner
         self._prepare_averages = prepare_averages
         averages = experiment.components.averages.items()
         # By the name that registers of a pass begin with.
@@ -146,6 +156,7 @@ class EvaluationStage:
         seed_generators(seed, "before evaluation", epoch)
         weighter.before_eval_epoch(self._records.losses)
         self._prepare_averages(epoch)
+        self._runner.position = self._plan.position_after(epoch)
         for evaluation in self._passes.values():
             for number in evaluation.rounds(epoch):
                 if number % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and self._processes.any(is_asked_to_stop()):

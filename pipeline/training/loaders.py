@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from pipeline.components.position import reads_position, show_position
 from pipeline.distributed.collectives import collectives_refused
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import Batch, LoaderArguments
@@ -66,7 +67,13 @@ class KeyedDataset(Dataset[LoadedBatch]):
         self._collate = collate
         self._count = count
 
+    @property
+    def reads_position(self) -> bool:
+        return reads_position(self._dataset) or reads_position(self._transform)
+
     def __getitem__(self, planned: PlannedBatch) -> LoadedBatch:
+        for component in (self._dataset, self._transform):
+            show_position(component, planned.position)
         seed_generators(*planned.key)
         with collectives_refused(f"datasets/{planned.dataset}.py, its data transform or its collate_fn"):
             fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -137,6 +144,11 @@ class Loader:
             num_workers=arguments.num_workers,
             **workers,
         )
+
+    @property
+    def reads_position(self) -> bool:
+        """Return whether the dataset or its transform reads the position of its batch."""
+        return self._dataset.reads_position
 
     def close(self) -> None:
         """End the workers, which torch's loader does when it goes."""

@@ -64,7 +64,7 @@ class RankComparison:
             return
         values = self._values(saves=saves, is_start=is_start)
         if not self._repairs:
-            refuse_differences(self._processes, values, when)
+            refuse_differences(self._processes, values, when, self._experiment.components.hooks)
             return
         differences = find_differences(self._processes, values)
         self._log(differences, when)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -36,12 +36,17 @@ Modules = Mapping[str, nn.Module]
 KeyPath = tuple[int | str, ...]
 
 
-def refuse_differences(processes: Processes, values: Values, when: str) -> None:
-    """End the run on all ranks, naming the first value that is not the same on all of them."""
+def refuse_differences(processes: Processes, values: Values, when: str, hooks: Iterable[str] = ()) -> None:
+    """End the run on all ranks, naming the first value that is not the same on all of them.
+
+    ``hooks`` are the names of those that may have changed it.
+    """
     differences = find_differences(processes, values)
     if differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        reasons = "".join(f"\n    - {reason}" for reason in _REASONS)
+        files = ", ".join(f"hooks/{name}.py" for name in hooks)
+        suspects = [f"a hook that acts by rank, batch or time: {files}"] if files else []
+        reasons = "".join(f"\n    - {reason}" for reason in (*suspects, *_REASONS))
         raise RanksDiffer(
             f"Ranks must be equal, but {differences[0]}{more}, found {when}. Nothing of this was committed.\n"
             f"  likely reasons:{reasons}\n  fix: {_FIX}"

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipeline.components import Position
 from pipeline.errors import PipelineError
 from pipeline.experiment.pymodules.definitions import LoaderArguments
 from pipeline.experiment.settings.settings import Settings
@@ -146,6 +147,14 @@ class StepPlan(ABC):
         steps = max(0, epoch) * self.num_steps
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
+    def position(self, epoch: int, step: int = 0) -> Position:
+        """Return the place of a step, which counts from 1; 0 is before the first."""
+        return Position(epoch, step, self.steps_through(epoch - 1) + step)
+
+    def position_after(self, epoch: int) -> Position:
+        """Return the place of an epoch's evaluation."""
+        return Position(epoch, 0, self.steps_through(epoch))
+
     @property
     def last_epoch(self) -> int | None:
         """The epoch in which ``max_steps`` is reached."""
@@ -158,6 +167,14 @@ class StepPlan(ABC):
         for index in range(first_step, self.steps_of(epoch)):
             batches = list(enumerate(self.step(epoch, index)))
             yield from (assignment.ref for assignment in assign(batches, rank, world_size))
+
+    def positions_of(
+        self, epoch: int, rank: int, world_size: int, first_step: int, assign: Assign = assign_shares
+    ) -> Iterator[Position]:
+        """Yield the position of each batch that ``refs_of`` yields."""
+        for index in range(first_step, self.steps_of(epoch)):
+            batches = list(enumerate(self.step(epoch, index)))
+            yield from [self.position(epoch, index + 1)] * len(assign(batches, rank, world_size))
 
 
 def _interleave(counts: Sequence[int]) -> Iterator[tuple[int, int]]:

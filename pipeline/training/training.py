@@ -18,6 +18,7 @@ from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
 from pipeline.training.engines.base import GradientEngine
+from pipeline.training.hooks import Hooks
 from pipeline.training.loaders import LoadedBatch, Prefetcher
 from pipeline.training.losses import LossAccumulator
 from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
@@ -32,6 +33,7 @@ _MAX_SHOWN_POINTS = 8
 class TrainingStage:
     """One epoch of steps::
 
+        after_evaluation of schedulers and hooks, if the epoch before was evaluated
         before_train_epoch
         for each step:
             count the items of the step, if its batches must be loaded for that
@@ -67,7 +69,10 @@ class TrainingStage:
         # A weighter that is called after every step must find that step's losses in the records.
         after_step = getattr(type(self._weighter), "after_train_step", None)
         self._weighter_sees_steps = after_step not in (None, BaseLossWeighter.after_train_step)
-        self._max_pending = 1 if self._weighter_sees_steps else _MAX_PENDING_STEPS
+        self.hooks = Hooks(experiment, processes, engine, records, self.plan)
+        # So must a hook.
+        sees_steps = self._weighter_sees_steps or self.hooks.has("after_train_step")
+        self._max_pending = 1 if sees_steps else _MAX_PENDING_STEPS
         self._registers = experiment.settings.registers_of("train")
         transforms = experiment.components.module_transforms.values()
         self._counts_items = any(definition.counts_items for definition in transforms)
@@ -81,6 +86,12 @@ class TrainingStage:
         self.observer = StepObserver()
         self.num_consecutive_skipped = 0
 
+    def begin(self) -> None:
+        """Call what acts once in the life of an experiment, before its first commit."""
+        if self.hooks.has("at_start"):
+            self.hooks.call("at_start", 0)
+            self._averages.begin()
+
     def run(self, epoch: int, first_step: int, requests: Callable[[], StepRequests]) -> Iterator[StepReport]:
         """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
         self._experiment.set_training(True)
@@ -91,15 +102,18 @@ class TrainingStage:
             if epoch >= definitions[name].scheduler_start_epoch
         }
         if first_step == 0:
+            self._follow_evaluation(epoch - 1)
             self._records.forget_steps()
             seed_generators(self._settings.seed, "begin", epoch)
             self._weighter.before_train_epoch(self._records.losses)
             for name, scheduler in self._schedulers.items():
                 # Also of an epoch that max_steps cuts: rates must not depend on where the training ends.
                 scheduler.before_train_epoch(len(self._updates_in(name, epoch, 0, self.plan.num_steps)))
+            self.hooks.call("before_train_epoch", epoch)
         rank = self._processes.rank
-        refs = list(self.plan.refs_of(epoch, rank, self._processes.world_size, first_step, self._assign))
-        loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch)))
+        own = (epoch, rank, self._processes.world_size, first_step, self._assign)
+        refs = list(self.plan.refs_of(*own))
+        loading = Prefetcher(self._runner.load(refs, self._runner.points(epoch), self.plan.positions_of(*own)))
         with self._engine.prefetching(loading.load):
             for index in range(first_step, self.plan.steps_of(epoch)):
                 yield self._step(epoch, index, loading, requests)
@@ -109,6 +123,23 @@ class TrainingStage:
         for scheduler in self._schedulers.values():
             scheduler.after_train_epoch()
         self._weighter.after_train_epoch(self._records.losses)
+        self.hooks.call("after_train_epoch", epoch, self.plan.steps_of(epoch))
+
+    def _follow_evaluation(self, epoch: int) -> None:
+        """Show the latest evaluation to schedulers and hooks, if it is that of this epoch.
+
+        Not when it was done, but when the training continues: nothing that they change would be in its commit. A kill
+        before the next commit repeats the calls, with the same records.
+        """
+        if not self._records.is_evaluated(epoch):
+            return
+        seed_generators(self._settings.seed, "evaluated", epoch)
+        for scheduler in self._schedulers.values():
+            # An author's own need not have the method.
+            act = getattr(scheduler, "after_evaluation", None)
+            if act is not None:
+                act(self._records.losses)
+        self.hooks.call("after_evaluation", epoch)
 
     def _step(
         self, epoch: int, index: int, loading: Prefetcher[LoadedBatch], requests: Callable[[], StepRequests]
@@ -116,6 +147,7 @@ class TrainingStage:
         started = time.perf_counter()
         loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
+        self._runner.position = self.plan.position(epoch, index + 1)
         batches = self.plan.step(epoch, index)
         assignments = self._assignments(batches)
         if self._counts_items:
@@ -165,6 +197,7 @@ class TrainingStage:
         if self._weighter_sees_steps:
             seed_generators(self._settings.seed, "after", epoch, index)
             self._weighter.after_train_step(self._records.losses)
+        self.hooks.call_after_step(epoch, index + 1)
         # A gradient that fp16 cannot hold does not count.
         is_bad = outcome.skipped and not outcome.overflowed
         self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0

@@ -519,3 +519,116 @@ def test_detector_that_returns_losses_of_batches(tmp_path: Path) -> None:
 
     optimizer = torch.optim.SGD(given.modules["detector"].parameters(), lr=0.01, momentum=0.9)
     check_losses(tmp_path, train(given, optimizer, compute))
+
+
+DISTILLED = {
+    "pymodules/datasets/points.py": """
+        import torch
+
+
+        class Points:
+            def __getitem__(self, idx):
+                return {"x": torch.randn(6, generator=torch.Generator().manual_seed(idx))}
+
+            def get_split_idxs(self, split):
+                return range(30) if split == "train" else range(30, 36)
+
+
+        dataset = Points()
+    """,
+    "pymodules/dataloaders/points.py": 'train_dataloader_args = {"batch_size": 3}\n',
+    "pymodules/modules/teacher.py": """
+        from torch import nn
+
+        module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+        settings = {"frozen": True}
+    """,
+    "pymodules/modules/student.py": """
+        from torch import nn
+
+        module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        module[:4].requires_grad_(False)
+    """,
+    "pymodules/module_transforms/points.py": """
+        import torch.nn.functional as F
+
+        from pipeline.components import BaseModuleTransform
+
+        loss_registers = ["loss"]
+
+
+        class ModuleTransform(BaseModuleTransform):
+            def __call__(self, batch, modules):
+                wanted = modules["teacher"](batch["x"]).softmax(dim=1)
+                return {"loss": F.cross_entropy(modules["student"](batch["x"]), wanted, reduction="none")}
+    """,
+    # Rates that fall from layer to layer. The first layer is added when it is unfrozen, the second is there before.
+    "pymodules/optim_sched/main.py": """
+        from torch.optim import AdamW
+        from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+        from pipeline.components import TorchScheduler
+
+
+        def create_optimizer(modules):
+            student = modules["student"]
+            groups = [
+                {"name": "head", "params": student[4].parameters(), "lr": 0.02},
+                {"name": "second", "params": student[2].parameters(), "lr": 0.01},
+            ]
+            return AdamW(groups, weight_decay=0.05)
+
+
+        def create_scheduler(optimizer):
+            return TorchScheduler(ReduceLROnPlateau(optimizer, threshold=0.9, patience=0), register="loss")
+    """,
+    "pymodules/hooks/first.py": """
+        from pipeline.components import UnfreezeAt
+
+        hook = UnfreezeAt(2, "student", "0.*", optimizer="main", lr=0.005)
+    """,
+    "pymodules/hooks/second.py": """
+        from pipeline.components import UnfreezeAt
+
+        hook = UnfreezeAt(2, "student", "2.*")
+    """,
+}
+
+
+def test_distillation_that_unfreezes_layers_with_rates_of_their_own(tmp_path: Path) -> None:
+    """Workload 9: a teacher, rates by layer, two layers that are unfrozen at epoch 2, and a plateau of evaluations."""
+    write(tmp_path, DISTILLED, ["loss"], data_loading={"step_min_items": 6})
+    run_inside(tmp_path)
+    given = plain(tmp_path)
+    student = given.modules["student"]
+    assert isinstance(student, nn.Sequential)
+    teacher = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
+    teacher.load_state_dict(read_any(tmp_path / RESULTS / "data/module_ckps/frzn/teacher.pt"))
+    groups: list[Any] = [
+        {"params": student[4].parameters(), "lr": 0.02},
+        {"params": student[2].parameters(), "lr": 0.01},
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, threshold=0.9, patience=0)
+
+    def compute(batches: list[Any], keys: list[Any]) -> dict[str, torch.Tensor]:
+        x = torch.cat([batch["x"] for batch in batches])
+        return {"loss": F.cross_entropy(student(x), teacher(x).softmax(dim=1))}
+
+    def evaluate() -> None:
+        points = torch.stack([torch.randn(6, generator=torch.Generator().manual_seed(idx)) for idx in range(30, 36)])
+        with torch.no_grad():
+            schedule.step(float(compute([{"x": points}], [])["loss"]))
+
+    def after(number: int) -> None:
+        if number == len(given.steps) // 2:
+            evaluate()
+            student.requires_grad_(True)
+            optimizer.add_param_group({"params": student[0].parameters(), "lr": 0.005})
+
+    evaluate()
+    check_losses(tmp_path, train(given, optimizer, compute, after))
+    # The second evaluation is no improvement of 90 %, so the groups that were there have a tenth of their rates.
+    rates = read_any(tmp_path / RESULTS / "data/lr_data/main/step_data_2.npz")
+    for name, rate in (("head", 0.002), ("second", 0.001), ("student_from_2", 0.005)):
+        np.testing.assert_allclose(rates[f"lr_{name}"], rate)

@@ -52,6 +52,7 @@ BASES = {
     "data_transforms": components.BaseDataTransform,
     "module_transforms": components.BaseModuleTransform,
     "optim_sched": components.BaseScheduler,
+    "hooks": components.BaseHook,
     "trackers": components.BaseTracker,
     "checkpoint_saver": components.BaseCheckpointSaver,
     "early_stopper": components.BaseEarlyStopper,

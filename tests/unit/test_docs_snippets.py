@@ -86,7 +86,7 @@ def test_pymodule_snippets_run_and_resume(variant: Variant, digits_home: Path, t
     for name in ("whole", "parts"):
         folder = shutil.copytree(home / "experiment_settings/digits", home / "experiment_settings" / name)
         for path, text in variant.files.items():
-            for family in ("trackers", "metrics"):
+            for family in ("trackers", "metrics", "hooks"):
                 (folder / "pymodules" / family).mkdir(exist_ok=True)
             assert (folder / path).parent.is_dir(), f"{path} must say where the snippet belongs"
             (folder / path).write_text(text)
@@ -126,10 +126,11 @@ def test_paths_of_results_are_documented(digits_home: Path) -> None:
     patterns = path_patterns()
     assert [file for file in files if not any(re.fullmatch(one, file) for one in patterns)] == []
     unused = [one for one in patterns if not any(re.fullmatch(one, file) for file in files)]
-    # The example saves all weights and writes no artifacts, and the ready checkpoint savers have no state.
+    # The example saves all weights and has neither artifacts nor hooks; the ready checkpoint savers have no state.
     assert unused == [
         "module_ckps/constant/[^/]+.json",
         "artifacts/[^/]+/epoch_[^/]+/.+",
+        "hook_data/[^/]+/.+",
         "checkpoint_saver_data/.+",
     ]
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pipeline.components import RegisterEarlyStopper, StaticLossWeighter
+from pipeline.components import (
+    BaseScheduler,
+    RegisterEarlyStopper,
+    StaticLossWeighter,
+    TorchScheduler,
+    WarmupScheduler,
+)
 from pipeline.errors import InvalidExperiment, Problem, nearest
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.user_code import place_of
@@ -230,6 +236,30 @@ def _policy_problems(components: Components, settings: Settings, folder: Path) -
     else:
         return
     yield Problem(str(folder / "early_stopper.py"), what, "set max_epochs or max_steps in settings/training.json")
+
+
+def scheduler_problems(schedulers: Mapping[str, BaseScheduler], settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield schedulers that follow a register of evaluations which does not exist, or is better the other way."""
+    directions = {register.name: register.direction for register in settings.registers_of("val")}
+    for name, scheduler in schedulers.items():
+        while isinstance(scheduler, WarmupScheduler):
+            scheduler = scheduler.then
+        if not isinstance(scheduler, TorchScheduler) or scheduler.register is None:
+            continue
+        where = place_of(folder / "optim_sched" / f"{name}.py", "create_scheduler")
+        register = scheduler.register
+        mode = scheduler.torch_scheduler.mode  # type: ignore[attr-defined]
+        if register not in directions:
+            what = f"ReduceLROnPlateau follows register {register!r}, {_list_known(register, list(directions))}"
+            yield Problem(where, what)
+        elif mode != directions[register]:
+            what = (
+                f"ReduceLROnPlateau has mode {mode!r}, but register {register!r} has direction {directions[register]!r}"
+            )
+            yield Problem(where, what, f'write mode="{directions[register]}"')
+        if settings.training.evaluation_interval == 0:
+            what = "ReduceLROnPlateau follows evaluations, but evaluation_interval is 0, so it would never act"
+            yield Problem(where, what, "set evaluation_interval to 1, or use a scheduler that follows epochs or steps")
 
 
 def _list_known(name: str, known: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from pipeline import components
+from pipeline.components.hooks import MOMENTS
 
 # What each name stands for: an object with the methods of this class, whether it inherits from it or not.
 BASES: dict[str, type] = {
@@ -16,9 +17,16 @@ BASES: dict[str, type] = {
     "early_stopper": components.BaseEarlyStopper,
     "loss_weighter": components.BaseLossWeighter,
     "scheduler": components.BaseScheduler,
+    "hook": components.BaseHook,
     "tracker": components.BaseTracker,
 }
-_OPTIONAL_METHODS = ("getitem_metadata", "publish_images")
+# Methods that an object need not have, by the name it stands for.
+_OPTIONAL_METHODS: dict[str, tuple[str, ...]] = {
+    "dataset": ("getitem_metadata",),
+    "scheduler": ("after_evaluation",),
+    "hook": MOMENTS,
+    "tracker": ("publish_images",),
+}
 _SPECIAL_METHODS = ("__call__", "__getitem__")
 
 
@@ -31,7 +39,7 @@ def required_methods(name: str) -> dict[str, list[str]]:
         for method, function in defined
         if inspect.isfunction(function)
         and (method in _SPECIAL_METHODS or not method.startswith("_"))
-        and method not in _OPTIONAL_METHODS
+        and method not in _OPTIONAL_METHODS.get(name, ())
     }
 
 
@@ -56,5 +64,6 @@ EXAMPLES = {
     "checkpoint_saver": "checkpoint_saver = PeriodicCheckpointSaver(every_epochs=1), from pipeline.components",
     "early_stopper": "early_stopper = WeightedLossEarlyStopper(max_epochs=10), from pipeline.components",
     "loss_weighter": "loss_weighter = UniformLossWeighter(), from pipeline.components",
+    "hook": 'hook = UnfreezeAt(2, "backbone"), from pipeline.components',
     "tracker": "tracker = MyTracker(), of a class that inherits from pipeline.components.BaseTracker",
 }

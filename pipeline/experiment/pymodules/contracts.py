@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from pipeline.components import BaseDataTransform, BaseScheduler
+from pipeline.components import BaseDataTransform, BaseHook, BaseScheduler
+from pipeline.components.hooks import MOMENTS, is_overridden
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.pymodules.assumptions import Assumption
 from pipeline.experiment.pymodules.averages import AVERAGE_SETTINGS, average_problems, build_averages, read_average
@@ -98,6 +99,7 @@ class ContractReader:
             loss_weighter=self._read_single("loss_weighter"),
             trackers={name: self._read_object(module, "tracker") for name, module in files["trackers"].items()},
             metrics=self.read_metrics(),
+            hooks=self._read_hooks(files["hooks"]),
         )
 
     def read_metrics(self) -> dict[str, MetricDefinition]:
@@ -260,6 +262,28 @@ class ContractReader:
             if direction not in ("min", "max"):
                 self._report(module, "direction", f'must be "min" or "max" for {name!r}, but is {direction!r}')
         return {name: "min" if direction == "min" else "max" for name, direction in directions.items()}
+
+    def _read_hooks(self, files: Mapping[str, ModuleType]) -> dict[str, BaseHook]:
+        hooks: dict[str, BaseHook] = {}
+        for name, module in files.items():
+            hook = self._read_object(module, "hook")
+            shared = [other for other, known in hooks.items() if known is hook and hook is not None]
+            if shared:
+                what = f"must be an object of its own, but is that of hooks/{shared[0]}.py, which has one state"
+                self._report(module, "hook", what, f"write {type(hook).__name__}(…) here, too")
+            hooks[name] = hook
+            if hook is None or inspect.isclass(hook):
+                continue
+            for moment in MOMENTS:
+                method = getattr(hook, moment, None)
+                if method is not None and not takes(method, 1):
+                    self._report(module, "hook", f"{moment} must take one argument: {moment}(state)")
+            if not any(is_overridden(hook, moment) for moment in MOMENTS):
+                own = [word for word in vars(type(hook)) if not word.startswith("_") and word not in ("save", "load")]
+                near = nearest(own[0], MOMENTS) if own else ""
+                what = f"must define one of {', '.join(MOMENTS)}, but {type(hook).__name__} has none of them.{near}"
+                self._report(module, "hook", what)
+        return hooks
 
     def _read_optim_sched(self, module: ModuleType) -> OptimSched:
         counts = {name: getattr(module, name, 1) for name in ("scheduler_start_epoch", "every_steps")}

@@ -17,6 +17,7 @@ from pipeline.components import (
     BaseDataCounter,
     BaseDataset,
     BaseEarlyStopper,
+    BaseHook,
     BaseLossWeighter,
     BaseModuleTransform,
     BaseScheduler,
@@ -163,6 +164,7 @@ class Components:
     loss_weighter: BaseLossWeighter
     trackers: dict[str, BaseTracker] = field(default_factory=dict)
     metrics: dict[str, MetricDefinition] = field(default_factory=dict)
+    hooks: dict[str, BaseHook] = field(default_factory=dict)
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:

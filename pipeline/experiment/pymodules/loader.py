@@ -33,6 +33,7 @@ FAMILIES = (
     "module_transforms",
     "metrics",
     "optim_sched",
+    "hooks",
     "trackers",
 )
 # The least that an experiment consists of; all other files have defaults, or are not needed.

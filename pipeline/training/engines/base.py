@@ -68,11 +68,8 @@ class GradientEngine(ABC):
         modules = experiment.components.trained_modules
         self._flags = GradientFlags(modules)
         self._built = self._to_reduce = self._flags.now()
+        self._num_groups = -1
         self._buffers = StepBuffers(modules, processes, sums)
-        self._parameters = {
-            name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for name, optimizer in experiment.optimizers.items()
-        }
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.precision == "fp16")
         self._updates_draw = any(map(_may_draw, experiment.optimizers.values()))
         self._one = torch.ones((), device=processes.device)
@@ -109,6 +106,17 @@ class GradientEngine(ABC):
     def reshard(self) -> None:  # noqa: B027
         """Let every rank have its shards only; modules that are not sharded stay as they are."""
 
+    def _list_parameters(self) -> None:
+        """List the parameters of each optimizer, again if hooks have added groups since."""
+        optimizers = self._experiment.optimizers
+        num_groups = sum(len(optimizer.param_groups) for optimizer in optimizers.values())
+        if num_groups != self._num_groups:
+            self._num_groups = num_groups
+            self._parameters = {
+                name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                for name, optimizer in optimizers.items()
+            }
+
     @contextmanager
     def prefetching(self, load_next: Callable[[], None]) -> Iterator[None]:
         """Call ``load_next`` once in every step, while this process could only wait."""
@@ -134,6 +142,7 @@ class GradientEngine(ABC):
         self._buffers.begin_step(num_batches)
         self._requests = StepRequests()
         self._loss_sums = list[torch.Tensor]()
+        self._list_parameters()
         self._trained = self._flags.now()
         self._has_new_flags = self._trained != self._reduced
         self._has_compared_flags = False
@@ -147,7 +156,8 @@ class GradientEngine(ABC):
                 raise PipelineError(
                     "Parameters that require a gradient must be in an optimizer, but "
                     f"{', '.join(self._flags.names(lost))} require one since this step and are in none.\n"
-                    "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not."
+                    "  fix: add them to create_optimizer in optim_sched/*.py, frozen or not, or with "
+                    "add_param_group in a hook."
                 )
 
     def add_batch(self, assignment: BatchAssignment, losses: BatchLosses, requests: StepRequests | None) -> None:
@@ -312,7 +322,8 @@ class GradientEngine(ABC):
         """Refuse flags that are not the same on all ranks; called by all of them, and done once per step."""
         if num_changed > 0 and not self._has_compared_flags:
             self._has_compared_flags = True
-            refuse_differences(self._processes, self._flags.describe(self._trained), "in a training step")
+            flags = self._flags.describe(self._trained)
+            refuse_differences(self._processes, flags, "in a training step", self._experiment.components.hooks)
 
     def _sum_unfrozen(self) -> None:
         """Let every rank have the newly trained weights' gradients of all batches, scaled like the others."""

@@ -15,7 +15,7 @@ from pipeline.checkpoint.snapshots import Snapshots
 
 
 def parts_of(records: SimpleNamespace, components: Any = None) -> PersistedParts:
-    training = SimpleNamespace(checkpoint_in_background=components is not None, parallelism="ddp")
+    training = SimpleNamespace(checkpoint_in_background=components is not None, shards_modules=False)
     settings = SimpleNamespace(training=training, register_names=())
     experiment = SimpleNamespace(components=components, settings=settings, optimizers={}, schedulers={})
     return PersistedParts(experiment, records)  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def test_copies_of_frozen_weights_go_with_the_first_commit() -> None:
     policy = SimpleNamespace(save=print)
     policies = dict.fromkeys(("early_stopper", "checkpoint_saver", "loss_weighter"), policy)
     modules = {"frozen_modules": {"f": nn.Linear(2, 2)}, "changing_modules": {"t": nn.Linear(2, 2)}}
-    components = SimpleNamespace(data_counters={}, averages={}, modules={}, **modules, **policies)
+    components = SimpleNamespace(data_counters={}, averages={}, modules={}, hooks={}, **modules, **policies)
     taken: list[ref[torch.Tensor]] = []
     parts = parts_of(SimpleNamespace(epoch_files=lambda split: {}), components)
     changes = parts.initial_state()
@@ -75,7 +75,7 @@ def test_tensors_that_follow_an_evaluation_are_part_of_its_commit() -> None:
     policies = dict.fromkeys(("early_stopper", "checkpoint_saver"), SimpleNamespace(save=print))
     weighter = SimpleNamespace(save=print, get_loss_weight=lambda name: 1.0)
     modules = {"frozen_modules": {}, "changing_modules": {}, "all_modules": {}}
-    components = SimpleNamespace(data_counters={}, averages={}, loss_weighter=weighter, **modules, **policies)
+    components = SimpleNamespace(data_counters={}, averages={}, hooks={}, loss_weighter=weighter, **modules, **policies)
     records = SimpleNamespace(losses={"val": {}}, epoch_files=lambda split: {})
     parts = parts_of(records, components)
     path = "module_ckps/swa/net.pt"

@@ -150,3 +150,35 @@ def test_file_shows_the_moment_its_writer_was_made(tmp_path: Path) -> None:
     write(tmp_path, {"x.npz": writer})
     with np.load(tmp_path / "x.npz") as found:
         assert found["x"].tolist() == [1.0, 2.0]
+
+
+def test_group_that_is_added_has_a_column_from_then_on(tmp_path: Path) -> None:
+    """Steps before have NaN; segments, also such as begin before it, and step files bring the same columns back."""
+    records, loaded = recorded(0.1), Records(REGISTERS, RATES)
+    write(tmp_path, {"1.npz": records.segment(0)})
+    for rate in (0.3, 0.4):
+        records.add_step_rates({"main": {"trunk": 0.1, "head": 0.2, "late": rate}}, {"main": 1.0}, False)
+        records.add_step_losses(np.asarray([1.0, 2.0]), [3, 4])
+    write(tmp_path, {"2.npz": records.segment(1), **records.step_files(2)})
+    for name in ("1.npz", "2.npz"):
+        loaded.load_segment(tmp_path / name)
+    expected = steps_of(records)
+    np.testing.assert_array_equal(expected["lr/main/late"], [math.nan, 0.3, 0.4])
+    assert list(steps_of(loaded)) == list(expected)
+    np.testing.assert_equal(steps_of(loaded), expected)
+    resumed = Records(REGISTERS, RATES)
+    resumed.load_step_files(tmp_path, 2)
+    np.testing.assert_equal(steps_of(resumed), expected)
+
+
+def test_epoch_before_a_group_was_added_can_be_read_again(tmp_path: Path) -> None:
+    """Its steps have no rate of the group, in records that know it."""
+    records = recorded(0.1, 0.2)
+    write(tmp_path, records.step_files(1))
+    records.forget_steps()
+    records.add_step_rates({"main": {"trunk": 0.1, "head": 0.2, "late": 0.3}}, {"main": 1.0}, False)
+    earlier = Records(REGISTERS, RATES)
+    earlier.rates = records.rates
+    earlier.forget_steps()
+    earlier.load_step_files(tmp_path, 1)
+    assert np.isnan(earlier.rates["main"]["late"]).tolist() == [True, True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from pipeline.components import BaseScheduler, TorchScheduler, WarmupScheduler
+from pipeline.components import BaseScheduler, Losses, LossRecord, TorchScheduler, WarmupScheduler
 
 NUM_STEPS = 4
 
@@ -83,10 +85,71 @@ def test_adapter_refuses_any_other_rhythm() -> None:
         stepping(1.0, "batch")
 
 
-def test_adapter_refuses_a_scheduler_that_needs_a_metric() -> None:
-    """A scheduler that cannot be stepped without a value is refused when it is made."""
-    with pytest.raises(ValueError, match="metric"):
-        TorchScheduler(ReduceLROnPlateau(optimizer_with(1.0)))  # type: ignore[arg-type]
+def test_adapter_of_a_plateau_needs_a_register() -> None:
+    """What it follows is named when it is made, and is for it alone."""
+    with pytest.raises(ValueError, match="none is named"):
+        TorchScheduler(ReduceLROnPlateau(optimizer_with(1.0)))
+    with pytest.raises(ValueError, match="register is for ReduceLROnPlateau, but StepLR follows"):
+        TorchScheduler(StepLR(optimizer_with(1.0), 1), register="loss")
+
+
+def evaluated(*values: float) -> Losses:
+    return {"val": {"loss": LossRecord(epoch_means=list(values))}}
+
+
+def test_plateau_follows_evaluations_and_no_steps(tmp_path: Path) -> None:
+    """It is stepped by evaluations alone; a value that is not a number is no improvement, and its counts survive."""
+    optimizer = optimizer_with(1.0)
+
+    def adapted() -> TorchScheduler:
+        return TorchScheduler(ReduceLROnPlateau(optimizer, factor=0.5, patience=1), register="loss")
+
+    scheduler = adapted()
+    scheduler.initialize(3)
+    for value in (1.0, math.nan):
+        scheduler.after_evaluation(evaluated(value))
+        train(scheduler, optimizer, 1)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    scheduler.save(tmp_path)
+    scheduler = adapted()
+    scheduler.load(tmp_path)
+    scheduler.after_evaluation(evaluated(1.0, math.nan, 0.99999))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_plateau_waits_for_the_end_of_a_warm_up() -> None:
+    """While rates rise, evaluations are not counted."""
+    optimizer = optimizer_with(1.0)
+    plateau = TorchScheduler(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), register="loss")
+    scheduler = WarmupScheduler(optimizer, 1, plateau)
+    scheduler.initialize(1)
+    scheduler.after_evaluation(evaluated(1.0))
+    train(scheduler, optimizer, 1)
+    scheduler.after_evaluation(evaluated(1.0, 2.0))
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    scheduler.after_evaluation(evaluated(1.0, 2.0, 3.0))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda optimizer: TorchScheduler(StepLR(optimizer, 1, gamma=0.5)),
+        lambda optimizer: TorchScheduler(LambdaLR(optimizer, lambda count: 0.5**count)),
+        lambda optimizer: WarmupScheduler(optimizer, 1, TorchScheduler(StepLR(optimizer, 1, gamma=0.5))),
+    ],
+    ids=["step", "lambda", "warm-up"],
+)
+def test_group_that_is_added_later_keeps_its_rate(create: Callable[[Optimizer], BaseScheduler]) -> None:
+    """A scheduler has no base rate of it, and must not take it for another."""
+    optimizer = optimizer_with(1.0)
+    scheduler = create(optimizer)
+    scheduler.initialize(1)
+    train(scheduler, optimizer, 1)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.3})
+    train(scheduler, optimizer, 2)
+    assert [group["lr"] for group in optimizer.param_groups][1:] == [0.3]
+    assert optimizer.param_groups[0]["lr"] < 1.0
 
 
 def test_adapter_goes_on_where_it_stood(tmp_path: Path) -> None:
