@@ -21,6 +21,7 @@ from pipeline.training.loaders import LoadedBatch, Prefetcher
 from pipeline.training.losses import LossAccumulator
 from pipeline.training.step import BatchLosses, StepObserver, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
+from pipeline.training.whole_step import WholeStep
 
 # Steps whose losses wait on the device before the host reads them all at once.
 _MAX_PENDING_STEPS = 64
@@ -33,6 +34,7 @@ class TrainingStage:
         before_train_epoch
         for each step:
             count the items of the step, if its batches must be loaded for that
+            compute the losses that couple the rows of the whole step, if there are any
             for each of this rank's batches:
                 load → forward → losses → backward
             reduce the gradients once → clip and step, or skip
@@ -61,6 +63,7 @@ class TrainingStage:
         self._settings = experiment.settings.training
         self.plan = create_plan(runner.shapes, experiment.settings, experiment.max_steps)
         self._assign = assign_rounds if experiment.runs_in_rounds else assign_shares
+        self._whole_step = WholeStep(experiment, processes, runner, engine)
         self._weighter = experiment.components.loss_weighter
         # A weighter that is called after every step must find that step's losses in the records.
         after_step = getattr(type(self._weighter), "after_train_step", None)
@@ -120,9 +123,12 @@ class TrainingStage:
         scales = self._loss_scales(items)
         rates = self._experiment.learning_rates()
 
+        step_key = (self._settings.seed, "step", epoch, index)
+        # Before the engine begins: what buffers are by then is what the step starts from.
+        self._whole_step.begin_step(step_key, batches, assignments, loading, scales)
         self._engine.begin_step(len(batches))
         for assignment in assignments:
-            key = (self._settings.seed, "step", epoch, index, assignment.position)
+            key = (*step_key, assignment.position)
             # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
             asked = requests() if assignment is assignments[-1] else None
             # The batch has no name here: it must be freed before the next one is loaded onto the device.
@@ -180,10 +186,18 @@ class TrainingStage:
             optimised = [loss for register, loss in losses.items() if register in scales]
             return BatchLosses(optimised, [0.0] * len(optimised), [])
         self.observer.batch_is_loaded(position, assignment.ref, loaded.batch)
-        losses = self._runner.losses(loaded, assignment.ref, items, key)
+        is_coupled = self._whole_step.covers(assignment.ref)
+        if is_coupled:
+            losses = self._whole_step.losses(assignment)
+        else:
+            losses = self._runner.losses(loaded, assignment.ref, items, key)
         self.observer.losses_are_known(position, losses)
         sums = self._accumulator.add(self._num_pending, position, losses, items)
         names = [register for register in losses if register in scales]
+        if is_coupled:
+            # The factors of the losses are in the gradients of the rows.
+            roots = self._whole_step.roots(loaded, assignment, key)
+            return BatchLosses(roots, [1.0] * len(roots), [sums[name] for name in names])
         return BatchLosses(
             [losses[name] for name in names], [scales[name] for name in names], [sums[name] for name in names]
         )
@@ -221,6 +235,13 @@ class TrainingStage:
         if not found:
             return ""
         position, register = found[0]
+        if self._whole_step.covers(batches[position]):
+            # One row spoils the values of all: the batch to look at is the one that has it.
+            dataset = batches[position].shape.dataset
+            spoilt = self._whole_step.find_not_finite(dataset)
+            if spoilt is None:
+                return f"{register} is not finite, though all rows of dataset {dataset} in the step are"
+            position = spoilt
         batch = self._runner.points(epoch).batch(batches[position])
         shown = ", ".join(map(str, batch.indices[:_MAX_SHOWN_POINTS]))
         more = len(batch.indices) - _MAX_SHOWN_POINTS

@@ -11,7 +11,7 @@ from pipeline.errors import InvalidExperiment, Problem, nearest
 from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.user_code import place_of
 from pipeline.experiment.settings.json_source import read_document
-from pipeline.experiment.settings.settings import Settings
+from pipeline.experiment.settings.settings import FSDP, Settings
 
 _PER_DATASET = ("data_transforms", "dataloaders", "module_transforms")
 
@@ -30,6 +30,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
         yield from _policy_problems(components, settings, folder)
         if not failed & {"metrics", "module_transforms"}:
             yield from _metric_problems(components, settings, folder)
+    if not failed & {"module_transforms", "loss_registers", "training"}:
+        yield from _whole_step_problems(components, settings, folder)
     if "modules" not in failed:
         yield from _average_problems(components, settings, folder)
     # Without any module, the loader has reported the empty folder.
@@ -139,6 +141,25 @@ def _metric_problems(components: Components, settings: Settings, folder: Path) -
         elif listed.is_metric and listed.name not in owners:
             where = _place_of_register(folder.parent / "settings" / "loss_registers.json", listed.name)
             yield Problem(where, f"register {listed.name!r} is per split, {_list_known(listed.name, sorted(owners))}")
+
+
+def _whole_step_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield settings that losses over whole steps do not go with."""
+    per_batch = {register.name for register in settings.loss_registers if register.per == "batch"}
+    training = settings.training
+    for dataset, definition in components.module_transforms.items():
+        if not definition.is_whole_step:
+            continue
+        where = place_of(folder / "module_transforms" / f"{dataset}.py", "embed")
+        for name in sorted(per_batch & set(definition.loss_registers)):
+            what = f'register {name!r} is per "batch", but loss, which embed comes with, returns one value per row'
+            yield Problem(where, what, f'set "per" of {name!r} to "item" in settings/loss_registers.json')
+        if training.parallelism == FSDP:
+            what = f"embed and loss need whole modules on every process, but parallelism is {FSDP}"
+            yield Problem(where, what, 'set parallelism to "ddp" in settings/training.json')
+        if training.sync_batchnorm:
+            what = "embed runs batches alone, without gradient and then with it, but sync_batchnorm needs all processes"
+            yield Problem(where, what, "set sync_batchnorm to false in settings/training.json")
 
 
 def _average_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
