@@ -211,10 +211,10 @@ class Processes:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's tensor on every rank, in rank order; all have one shape."""
-        gathered = tensor.new_empty((self.world_size, *tensor.shape))
         if self.world_size == 1:
-            return gathered.copy_(tensor)
-        dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1))
+            return tensor[None]
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather(list(gathered), tensor)
         return gathered
 
     def any(self, statement: bool) -> bool:
