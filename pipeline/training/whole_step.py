@@ -78,6 +78,8 @@ class WholeStep:
         scales: Mapping[str, float],
     ) -> None:
         """Do the first pass over a step, and compute its losses and their gradients; called by all ranks."""
+        if not self._datasets:
+            return
         self._coupled.clear()
         positions: dict[str, list[int]] = {}
         for position, ref in enumerate(batches):

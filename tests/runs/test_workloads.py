@@ -400,7 +400,7 @@ TEMPERATURE = """
 ENCODER = """
     from torch import nn
 
-    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
 """
 SIMCLR = {
     "pymodules/datasets/views.py": VIEWS,
@@ -431,16 +431,22 @@ SIMCLR = {
 }
 
 
+def embed(net: nn.Module, batch: Any, key: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the rows of a batch, with what its key lets drop out."""
+    seed_generators(*key)
+    return [F.normalize(net(batch[name]), dim=1) for name in ("first", "second")]
+
+
 def test_simclr_over_all_batches_of_a_step(tmp_path: Path) -> None:
-    """Workload 6: every view meets those of all batches of its step; the temperature is trained."""
+    """Workload 6: every view meets those of all batches of its step, in both passes with the same dropout."""
     write(tmp_path, SIMCLR, ["loss"], data_loading={"step_min_items": 11})
     run_inside(tmp_path)
     given = plain(tmp_path)
     assert {len(batches) for batches in given.steps} == {4}
 
     def compute(batches: list[Any], keys: list[Any]) -> dict[str, torch.Tensor]:
-        views = torch.cat([batch[name] for name in ("first", "second") for batch in batches])
-        rows = F.normalize(given.modules["net"](views), dim=1)
+        views = [embed(given.modules["net"], batch, key) for batch, key in zip(batches, keys, strict=True)]
+        rows = torch.cat([view[index] for index in range(2) for view in views])
         scores = given.modules["temperature"](rows @ rows.T).fill_diagonal_(float("-inf"))
         return {"loss": F.cross_entropy(scores, torch.arange(len(rows)).roll(len(rows) // 2))}
 
@@ -473,8 +479,8 @@ def test_clip_with_two_encoders_and_labels(tmp_path: Path) -> None:
                 }
     """
     files = {name: text for name, text in SIMCLR.items() if not name.endswith("net.py")} | {
-        "pymodules/modules/first.py": ENCODER,
-        "pymodules/modules/second.py": ENCODER.replace("16", "8"),
+        "pymodules/modules/first.py": ENCODER.replace("0.2", "0.0"),
+        "pymodules/modules/second.py": ENCODER.replace("16", "8").replace("0.2", "0.0"),
         "pymodules/module_transforms/views.py": transform,
         "pymodules/loss_weighter.py": """
             from pipeline.components import StaticLossWeighter
