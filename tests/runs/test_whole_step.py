@@ -262,6 +262,21 @@ def test_gradient_is_that_of_one_big_batch(tmp_path: Path) -> None:
             torch.testing.assert_close(weight - moved[key], 0.05 * weight.grad, rtol=1e-12, atol=1e-15)
 
 
+def test_gradients_of_fp16_are_scaled_once(tmp_path: Path) -> None:
+    """At the same weights, what fp16 can hold are the gradients of float32 but for its rounding."""
+    files = dict.fromkeys(path for path in FILES if path.endswith("values.py"))
+    names = ("--set", 'loss_registers.loss_registers=["contrast", "found"]')
+    norms = []
+    for precision in ("fp32", "fp16"):
+        home = write(tmp_path / precision, files, precision=precision)
+        change(home, {"lr=0.05": "lr=0.0"}, TRANSFORM.parents[1] / "optim_sched/main.py")
+        run_inside(home, "--stop-after-epoch", "1", *names)
+        norms.append(read_any(home / DATA / "lr_data/main/step_data_1.npz")["grad_norms"])
+    # The first step overflows, and the scale becomes smaller.
+    assert np.isfinite(norms[1]).tolist() == [False, True]
+    np.testing.assert_allclose(norms[1][1], norms[0][1], rtol=0.01)
+
+
 def test_first_pass_leaves_no_trace_in_buffers(tmp_path: Path) -> None:
     """Per step, BatchNorm counts each call of a batch once, and other buffers are those that one batch gives."""
     run_inside(write(tmp_path), "--stop-after-epoch", "1")
