@@ -406,6 +406,21 @@ def test_evaluation_takes_each_batch_as_a_step(tmp_path: Path, capsys: pytest.Ca
     assert any(array.shape == (8, 4) for array in predicted.values())
 
 
+def test_metrics_are_fed_by_loss(tmp_path: Path) -> None:
+    """In evaluations, loss returns under the name of a metric what its update takes; training does without."""
+    home = write(
+        tmp_path, {"pymodules/metrics/hits.py": "from pipeline.components import Accuracy\n\nmetric = Accuracy(4)\n"}
+    )
+    is_hit = "scores[:num].argmax(dim=1) % num"
+    fed = f'"hits": (rows["label"][{is_hit}], rows["label"])'
+    found = '"found": found.float()'
+    change(
+        home, {'loss_registers = ["contrast", "found"]': 'loss_registers = ["contrast", "found"]\nmetrics = ["hits"]'}
+    )
+    run_inside(change(home, {found: f"{found}, {fed}"}), "--stop-after-epoch", "1")
+    assert recorded(home, "hits", "val").tolist() == recorded(home, "found", "val").tolist()
+
+
 def view(idx: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two views of a point as the dataset makes them."""
     generator = torch.Generator().manual_seed(idx)
