@@ -24,7 +24,7 @@ PIPELINE_WITH, FUSED_WITH = f"{PIPELINE}{WITH}", f"{FUSED}{WITH}"
 _OURS = (PIPELINE, EXACT, PIPELINE_WITH)
 # The hand-written loops of kinds of work that need one of their own.
 _LOOPS = {"many": "benchmarks.hand_written_many"} | dict.fromkeys(
-    ("tokens", "metrics", "average"), "benchmarks.hand_written_features"
+    ("tokens", "metrics", "average", "rows"), "benchmarks.hand_written_features"
 )
 PEERS = {
     "lightning": "benchmarks.peers.lightning_trainer",

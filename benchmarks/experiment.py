@@ -81,6 +81,35 @@ class ModuleTransform(BaseModuleTransform):
         return {"loss_entropy": F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="none")}
 """,
     },
+    "rows": {
+        "module_transforms/points.py": """
+from pipeline.components import BaseModuleTransform
+from benchmarks.work import contrast
+
+loss_registers = ["loss_entropy"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        return {"loss_entropy": contrast(modules["model"](batch["x"]), batch["y"])}
+""",
+    },
+    "rows_with": {
+        "module_transforms/points.py": """
+from pipeline.components import BaseModuleTransform
+from benchmarks.work import contrast
+
+loss_registers = ["loss_entropy"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def embed(self, batch, modules):
+        return {"rows": modules["model"](batch["x"]), "labels": batch["y"]}
+
+    def loss(self, rows, modules):
+        return {"loss_entropy": contrast(rows["rows"], rows["labels"])}
+""",
+    },
     "average_with": {"modules/ema.py": 'settings = {"average_of": "model", "decay": 0.999, "evaluate": None}\n'},
     "metrics_with": {
         "metrics/f1.py": "from pipeline.components import F1\n\nmetric = F1(10)\n",
@@ -218,7 +247,7 @@ def _optimizer(modules: list[str], job: Job) -> dict[str, str]:
 
 def _settings(job: Job) -> dict[str, Any]:
     kind = KINDS[job.kind]
-    num_batches = kind.world_size if kind.is_shared_out else len(DATASETS)
+    num_batches = kind.world_size * kind.batches_per_step if kind.is_shared_out else len(DATASETS)
     names = [name for registers in REGISTERS.values() for name in registers]
     metrics = [{"name": name, "optimize": False, "direction": "max"} for name in names if name.startswith("accuracy")]
     many = [*dict.fromkeys(name for name in names if name.startswith("loss")), *(one for one in metrics[::2])]

@@ -12,6 +12,7 @@ _LABELS = {
     "tokens": "j  cost of means over tokens that the data counts",
     "metrics": "k  cost of three metrics in an evaluation",
     "average": "l  cost of an EMA, convolutions",
+    "rows": "m  cost of a loss over all rows of a step, convolutions",
 }
 FEATURES = tuple(_LABELS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from benchmarks.turns import Job, Turn
-from benchmarks.work import IGNORED, KINDS, NUM_CLASSES, Points, make_model, mask_labels
+from benchmarks.work import IGNORED, KINDS, NUM_CLASSES, Points, contrast, make_model, mask_labels
 
 Batch = dict[str, torch.Tensor]
 
@@ -29,27 +31,50 @@ def main(job: Job) -> None:
         if job.kind != "metrics":
             turn.wait()
         sampler.set_epoch(epoch)
-        for step, batch in enumerate(loader, 1):
-            if job.kind != "tokens":
-                loss = mean_over_points(parallel, batch)
-            else:
-                loss = (
-                    mean_over_counted_tokens(parallel, batch) if job.has_feature else mean_over_tokens(parallel, batch)
-                )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if job.kind == "average" and job.has_feature:
-                decay = min(0.999, (1 + step) / (10 + step))
-                with torch.no_grad():
-                    torch._foreach_lerp_(average, list(model.parameters()), 1 - decay)
-            if step % 50 == 0 and dist.get_rank() == 0:
-                print(f"epoch {epoch} step {step} loss {loss.item():.4f}")
+        if job.kind == "rows":
+            train_rows(job, parallel, optimizer, list(loader))
+        else:
+            train(job, epoch, parallel, optimizer, loader, average)
         if job.kind == "metrics":
             turn.wait()
             evaluate(job, model, points)
         turn.done()
     dist.destroy_process_group()
+
+
+def train(
+    job: Job,
+    epoch: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Batch],
+    average: list[torch.Tensor],
+) -> None:
+    weights = list(model.parameters())
+    for step, batch in enumerate(loader, 1):
+        if job.kind != "tokens":
+            loss = mean_over_points(model, batch)
+        else:
+            loss = mean_over_counted_tokens(model, batch) if job.has_feature else mean_over_tokens(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if job.kind == "average" and job.has_feature:
+            decay = min(0.999, (1 + step) / (10 + step))
+            with torch.no_grad():
+                torch._foreach_lerp_(average, weights, 1 - decay)
+        if step % 50 == 0 and dist.get_rank() == 0:
+            print(f"epoch {epoch} step {step} loss {loss.item():.4f}")
+
+
+def train_rows(
+    job: Job, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: list[Batch]
+) -> None:
+    size = KINDS[job.kind].batches_per_step
+    for start in range(0, len(batches), size):
+        optimizer.zero_grad()
+        (couple if job.has_feature else accumulate)(model, batches[start : start + size])
+        optimizer.step()
 
 
 def mean_over_points(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -68,6 +93,32 @@ def mean_over_counted_tokens(model: torch.nn.Module, batch: Batch) -> torch.Tens
     dist.all_reduce(count)
     total = F.cross_entropy(model(batch["x"]), targets, ignore_index=IGNORED, reduction="sum")
     return total * dist.get_world_size() / count
+
+
+def accumulate(model: DistributedDataParallel, batches: list[Batch]) -> None:
+    """Let each batch compare its own rows alone."""
+    for batch in batches:
+        with nullcontext() if batch is batches[-1] else model.no_sync():
+            (contrast(model(batch["x"]), batch["y"]).mean() / len(batches)).backward()
+
+
+def couple(model: DistributedDataParallel, batches: list[Batch]) -> None:
+    """Compare the rows of all batches of all ranks, holding the graph of one batch (GradCache)."""
+    with torch.no_grad():
+        own = torch.cat([model.module(batch["x"]) for batch in batches])
+    columns = []
+    for column in (own, torch.cat([batch["y"] for batch in batches])):
+        gathered = [torch.empty_like(column) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, column)
+        columns.append(torch.cat(gathered))
+    rows = columns[0].requires_grad_()
+    contrast(rows, columns[1]).mean().backward()
+    assert rows.grad is not None
+    # DDP divides gradients by the number of ranks.
+    gradients = (rows.grad * dist.get_world_size()).split(len(own))[dist.get_rank()].split(len(batches[0]["x"]))
+    for batch, gradient in zip(batches, gradients, strict=True):
+        with nullcontext() if batch is batches[-1] else model.no_sync():
+            model(batch["x"]).backward(gradient)
 
 
 @torch.no_grad()

@@ -35,10 +35,12 @@ class Kind:
     has_convolutions: bool = False
     # Whether every process has a batch of the same data in a step.
     is_shared_out: bool = True
+    # How many batches every process has in a step.
+    batches_per_step: int = 1
 
     @property
     def num_points(self) -> int:
-        return self.batch_size * self.steps * (self.world_size if self.is_shared_out else 1)
+        return self.batch_size * self.batches_per_step * self.steps * (self.world_size if self.is_shared_out else 1)
 
 
 KINDS = {
@@ -49,6 +51,7 @@ KINDS = {
     "tokens": Kind(hidden=64, depth=1, steps=300),
     "average": Kind(hidden=64, depth=4, steps=20, has_convolutions=True),
     "metrics": Kind(hidden=64, depth=1, steps=2, num_val_points=4096),
+    "rows": Kind(hidden=64, depth=4, steps=5, has_convolutions=True, batches_per_step=4),
     "loading": Kind(hidden=64, depth=1, steps=100, num_workers=2, num_mixed=48),
     "pools": Kind(hidden=1024, depth=4, steps=4),
     # Each of eight datasets has a batch in every step.
@@ -75,6 +78,15 @@ def make_model(kind: Kind) -> nn.Module:
 def mask_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return targets of which some are to be ignored."""
     return labels.masked_fill(labels < FIRST_COUNTED, IGNORED)
+
+
+def contrast(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return, for each row, how badly it tells the rows with its label from the others."""
+    rows = F.normalize(rows, dim=1)
+    is_self = torch.eye(len(rows), dtype=torch.bool)
+    scores = (10 * rows @ rows.T).masked_fill(is_self, -1e4)
+    wanted = ((labels == labels[:, None]) & ~is_self).float()
+    return F.cross_entropy(scores, wanted / wanted.sum(dim=1, keepdim=True).clamp(min=1), reduction="none")
 
 
 DATASETS = [f"d{number}" for number in range(8)]

@@ -14,7 +14,7 @@ import torch
 from pipeline.arguments import RESET, RESUME, Arguments, add_set_option
 from pipeline.distributed.processes import Processes
 from pipeline.errors import InvalidExperiment, Problem
-from pipeline.evaluation.trial import Trial
+from pipeline.evaluation.trial import Trial, TriedBatch
 from pipeline.experiment.assembly import Experiment, assemble, assumed_settings, count, read_checked_contents
 from pipeline.experiment.checks.parameter_uses import doubtful_parameters
 from pipeline.experiment.initial_weights import load_initial_weights
@@ -22,11 +22,11 @@ from pipeline.experiment.settings.settings import parse_settings
 from pipeline.lifecycle.finished import finished_lines
 from pipeline.lifecycle.mode import check_settings_exist, choose_action, inspect_results
 from pipeline.paths import ExperimentPaths, data_home
-from pipeline.system.formatting import clipped, folded, table
+from pipeline.system.formatting import clipped, folded, shown_bytes, table
 from pipeline.tracking.factory import check_installed
 from pipeline.tracking.startup_summary import WARNING_MARK, first_block, step_lines
 from pipeline.training.batch_runner import BatchRunner
-from pipeline.training.step_plan import create_plan
+from pipeline.training.step_plan import StepPlan, create_plan
 
 EXAMPLE = "example:\n  training-pipeline check digits --set data_loading.step_min_items=128"
 _MAX_SHOWN_NAMES = 5
@@ -60,7 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
         for assumption in (*assumed_settings(paths.settings, overrides), *experiment.assumptions):
             print(folded(f"assumed: {assumption}"))
     if not arguments.no_batches:
-        _try_batches(experiment, processes)
+        _try_batches(experiment, processes, plan)
     if (
         len(experiment.settings.loss_registers) > 1
         and not (paths.settings / "settings" / "loss_registers.json").exists()
@@ -100,13 +100,17 @@ def _examine(paths: ExperimentPaths, arguments: Arguments, device: torch.device)
     return experiment
 
 
-def _try_batches(experiment: Experiment, processes: Processes) -> None:
+def _try_batches(experiment: Experiment, processes: Processes, plan: StepPlan) -> None:
     """Run a batch of every split of every dataset and one update, or raise all that went wrong."""
     # Module transforms get the counters, which must have counted by then.
     for _ in count(experiment):
         continue
     trial = Trial(experiment, processes)
-    rows: list[tuple[str, ...]] = [("dataset", "split", "load", "forward", "backward", "losses")]
+    transforms = experiment.components.module_transforms.values()
+    # What the rows of a step need is a column only where a loss couples them.
+    has_rows = any(definition.is_whole_step for definition in transforms)
+    header = ("dataset", "split", "load", "forward", "backward", *(["rows of a step"] if has_rows else []), "losses")
+    rows: list[tuple[str, ...]] = [header]
     problems: list[Problem] = []
     for result in trial.run():
         if isinstance(result, Problem):
@@ -115,7 +119,8 @@ def _try_batches(experiment: Experiment, processes: Processes) -> None:
             # An evaluation has no backward pass.
             times = [f"{seconds:.3f} s" for seconds in result.seconds] + [""] * (3 - len(result.seconds))
             losses = ", ".join(f"{name} {value:.4g}" for name, value in result.losses.items())
-            rows.append((result.dataset, result.split, *times, losses))
+            held = [_describe_rows(plan, result)] if has_rows else []
+            rows.append((result.dataset, result.split, *times, *held, losses))
     if len(rows) > 1:
         print("\n".join(table(rows)))
     if problems:
@@ -126,3 +131,13 @@ def _try_batches(experiment: Experiment, processes: Processes) -> None:
         more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
         listed = ", ".join(names[:_MAX_SHOWN_NAMES])
         print(f"{WARNING_MARK}these got no gradient from one batch of each dataset: {listed}{more}")
+
+
+def _describe_rows(plan: StepPlan, result: TriedBatch) -> str:
+    """Return how many rows of a dataset a step couples at most, and what they take on every process."""
+    if not result.row_bytes:
+        return ""
+    num_rows = max(
+        sum(ref.num_items for ref in step if ref.shape.dataset == result.dataset) for step in plan.different_steps()
+    )
+    return f"{num_rows} × {shown_bytes(result.row_bytes)} = {shown_bytes(num_rows * result.row_bytes)}"

@@ -14,6 +14,10 @@ from pipeline.components.position import Position
 class BaseModuleTransform:
     """Runs the modules on a batch of one dataset and returns ``{register: losses}``, one value per item.
 
+    A loss that couples all rows of a step, such as SimCLR's, takes two methods in place of ``__call__``:
+    ``embed(batch, modules)`` returns ``{name: rows}``, one row per item, and ``loss(rows, modules)`` gets those of all
+    batches of the step and returns ``{register: losses}``, one value per row.
+
     The same object serves training and evaluation; ``module.training`` distinguishes them. More methods are optional:
     Of a file that names ``metrics``, evaluations also need what their updates take, under the name of each.
     ``count_items(batch)`` returns ``{register: count}`` where the data decides how many items a batch has;
@@ -33,4 +37,4 @@ class BaseModuleTransform:
 
     # What a batch is depends on the author's collate_fn.
     def __call__(self, batch: Any, modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
-        raise TypeError(f"{type(self).__name__} must define __call__(batch, modules).")
+        raise TypeError(f"{type(self).__name__} must define __call__(batch, modules), or embed and loss.")

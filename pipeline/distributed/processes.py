@@ -209,6 +209,14 @@ class Processes:
         work = dist.all_to_all_single(received, sent, num_rows, shares, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's tensor on every rank, in rank order; all have one shape."""
+        if self.world_size == 1:
+            return tensor[None]
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather(list(gathered), tensor)
+        return gathered
+
     def any(self, statement: bool) -> bool:
         """Return, on every rank, whether the statement is true on any rank."""
         return any(self.gather(statement))

@@ -39,6 +39,8 @@ class TriedBatch:
     seconds: list[float]
     losses: dict[str, float]
     items: Items
+    # Of a row, in training, if the loss couples the rows of a step.
+    row_bytes: int = 0
 
 
 class Trial:
@@ -145,6 +147,7 @@ class Trial:
         dataset = ref.shape.dataset
         times = [time.perf_counter()]
         batch: Batch = None
+        row_bytes = 0
         try:
             loaded = next(runner.load([ref], points))
             batch = loaded.batch
@@ -158,6 +161,8 @@ class Trial:
                     requests = StepRequests() if is_last else None
                     engine.add_batch(BatchAssignment(position, ref), self._followed(losses, items, turn), requests)
                     times.append(time.perf_counter())
+                    if self._experiment.components.module_transforms[dataset].is_whole_step:
+                        row_bytes = runner.check_rows(loaded, ref, (*points.batch(ref).key, "check"))
         # An author's code may also call sys.exit; the other datasets are tried all the same.
         except (Exception, SystemExit) as error:
             failure = (dataset, type(error), str(error))
@@ -166,7 +171,8 @@ class Trial:
                 return None
             self._failures.add(failure)
             return explain_failure(error, self._experiment, dataset, split, batch)
-        return TriedBatch(dataset, split, [after - before for before, after in pairwise(times)], means, items)
+        seconds = [after - before for before, after in pairwise(times)]
+        return TriedBatch(dataset, split, seconds, means, items, row_bytes)
 
     def _run(
         self,

@@ -141,6 +141,9 @@ def step_lines(plan: StepPlan, experiment: Experiment, processes: Processes) -> 
     counting = [name for name, entry in experiment.components.module_transforms.items() if entry.counts_items]
     if counting:
         yield f"items: counted by {', '.join(counting)}, so each process holds all of its batches of a step in memory"
+    coupled = [name for name, entry in experiment.components.module_transforms.items() if entry.is_whole_step]
+    if coupled:
+        yield f"rows: coupled by {', '.join(coupled)}, so each process holds all of its batches of a step in memory"
     is_endless = settings.steps_per_epoch is not None
     # BatchNorm cannot normalise a batch of a single point.
     modules = experiment.components.trained_modules.values()

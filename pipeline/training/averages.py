@@ -178,7 +178,7 @@ def update_batchnorm(experiment: Experiment, runner: BatchRunner, plan: StepPlan
                 layer.momentum = None
                 layer.train()
             for loaded, ref in zip(runner.load(refs, points), refs, strict=True):
-                runner.bind("__call__", loaded, ref, (*points.batch(ref).key, "update_bn"))()
+                runner.run_modules(loaded, ref, (*points.batch(ref).key, "update_bn"))
             for layer, momentum in zip(layers, momenta, strict=True):
                 layer.momentum = momentum
                 layer.eval()

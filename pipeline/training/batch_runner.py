@@ -21,9 +21,21 @@ from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import place_of
 from pipeline.system.seeding import seed_generators
 from pipeline.training.batch_points import EndlessPoints, EpochPoints, PlannedBatch, Points
+from pipeline.training.buffers import buffer_versions, preserved_buffers
 from pipeline.training.loaders import Batch, KeyedDataset, LoadedBatch, Loader, count_nothing
 from pipeline.training.losses import Items, broken_count, check_losses, count_items
 from pipeline.training.metrics import Arguments, check_arguments
+from pipeline.training.rows import (
+    RowKind,
+    Rows,
+    as_float32,
+    broken_rows,
+    check_rows,
+    check_values,
+    describe_kinds,
+    kinds_of,
+    row_bytes,
+)
 from pipeline.training.step_plan import BatchRef, SplitShape
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -203,6 +215,10 @@ class BatchRunner:
     ) -> tuple[dict[str, torch.Tensor], Any]:
         dataset = ref.shape.dataset
         definition = self._experiment.components.module_transforms[dataset]
+        if definition.is_whole_step:
+            # The batch is a step of its own.
+            rows = as_float32(self.embed(loaded, ref, key))
+            return self._loss(rows, ref, (*key, "loss"))
         results = self._call("__call__", loaded.batch, ref, key)
         names = (*definition.loss_registers, *definition.metrics)
         if self._shards_modules and self._trains:
@@ -218,6 +234,57 @@ class BatchRunner:
             needed,
         )
         return losses, results
+
+    def embed(self, loaded: LoadedBatch, ref: BatchRef, key: Key) -> Rows:
+        """Return the rows of a batch whose loss couples all rows of a step."""
+        rows = self._call("embed", loaded.batch, ref, key)
+        return check_rows(rows, ref.num_items, self._files[ref.shape.dataset], self._processes.device)
+
+    def loss(self, rows: Rows, ref: BatchRef, key: Key) -> dict[str, torch.Tensor]:
+        """Return the losses over the rows of all batches of a dataset in a step, of which ``ref`` is one."""
+        return self._loss(rows, ref, key)[0]
+
+    def _loss(self, rows: Rows, ref: BatchRef, key: Key) -> tuple[dict[str, torch.Tensor], Any]:
+        dataset = ref.shape.dataset
+        file = self._files[dataset]
+        definition = self._experiment.components.module_transforms[dataset]
+        num_rows = len(next(iter(rows.values())))
+        modules = self._experiment.components.trained_modules if self._trains else {}
+        before = buffer_versions(modules)
+        results = self._call("loss", dict(rows), ref, key)
+        written = [name for name, version in buffer_versions(modules).items() if before.get(name) != version]
+        if written:
+            what = f"loss must not write to buffers of modules, but wrote to {written[0]}"
+            fix = "run what keeps statistics, such as BatchNorm, in embed"
+            raise BrokenContract(Problem(place_of(file, "loss"), what, fix))
+        names = (*definition.loss_registers, *definition.metrics)
+        if isinstance(results, Mapping):
+            check_values({name: results[name] for name in definition.loss_registers if name in results}, num_rows, file)
+        items = {register.name: num_rows for register in self._registers[dataset]}
+        device = self._processes.device
+        return check_losses(results, self._registers[dataset], names, items, None, file, device, method="loss"), results
+
+    def check_kinds(self, rows: Rows, ref: BatchRef, expected: tuple[RowKind, ...]) -> None:
+        """Refuse rows of other names, types or shapes than those of the dataset's other batches."""
+        found = kinds_of(rows)
+        if found != expected:
+            what = f"must return the same names, types and shapes for every batch, here {describe_kinds(expected)}"
+            fix = "pad what differs from batch to batch in embed"
+            raise broken_rows(self._files[ref.shape.dataset], f"{what}, but returned {describe_kinds(found)}", fix)
+
+    def check_rows(self, loaded: LoadedBatch, ref: BatchRef, key: Key) -> int:
+        """Return the bytes of a row; refuse rows that are others when a batch is embedded again."""
+        embedded = []
+        for _ in range(2):
+            with torch.no_grad(), preserved_buffers(self._experiment.components.all_modules.values()):
+                embedded.append(self.embed(loaded, ref, key))
+        first, second = embedded
+        self.check_kinds(second, ref, kinds_of(first))
+        for name, row in first.items():
+            if not torch.allclose(row.double(), second[name].double(), rtol=1e-3, atol=1e-5, equal_nan=True):
+                what = f"must return the same rows when it is called again with a batch, but {name!r} differs"
+                raise broken_rows(self._files[ref.shape.dataset], what, "do not change the batch in place")
+        return row_bytes(kinds_of(as_float32(first)))
 
     def check_items(self, loaded: LoadedBatch, ref: BatchRef) -> Items:
         """Return the items of a batch; refuse counts that are others when they are asked for again."""
@@ -251,6 +318,11 @@ class BatchRunner:
     def predictions(self, batch: Batch, ref: BatchRef, key: Key) -> object:
         """Let the module transform predict for a batch whose losses are known."""
         return self._call("predict", batch, ref, key)
+
+    def run_modules(self, loaded: LoadedBatch, ref: BatchRef, key: Key) -> None:
+        """Run the modules on a batch for what that does to their buffers."""
+        definition = self._experiment.components.module_transforms[ref.shape.dataset]
+        self._call("embed" if definition.is_whole_step else "__call__", loaded.batch, ref, key)
 
     def bind(self, method: str, loaded: LoadedBatch, ref: BatchRef, key: Key) -> Callable[..., Any]:
         """Return an optional method of a module transform, to be called with what it takes besides a batch."""

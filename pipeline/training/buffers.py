@@ -217,6 +217,15 @@ class OtherBuffers:
             start.copy_(value)
 
 
+def buffer_versions(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, int]]:
+    """Return which tensor each buffer is, and its version: what is written to has others."""
+    return {
+        f"modules/{module_name}.py: buffer {name!r}": (id(buffer), buffer._version)
+        for module_name, module in modules.items()
+        for name, buffer in module.named_buffers()
+    }
+
+
 @contextmanager
 def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore every buffer and every requires_grad flag at the end of the block."""

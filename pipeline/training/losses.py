@@ -126,16 +126,18 @@ def check_losses(
     file: Path,
     device: torch.device,
     needed: frozenset[str] | None = None,
+    method: str = "__call__",
 ) -> dict[str, torch.Tensor]:
     """Return what a module transform gave for these registers, if it follows the contract: a value for each item.
 
     ``all_names`` also has the registers that it need not give now. A register may be absent if it has no item, if it is
     not optimised, or if no optimizer follows it in this turn: ``needed`` has those that one follows. Where items were
-    counted there may be more values than items: torch's losses give 0 for targets that they ignore.
+    counted there may be more values than items: torch's losses give 0 for targets that they ignore. ``method`` is the
+    one that returned them.
     """
     if not isinstance(losses, dict):
         what = f"must return a dict of losses, but returned {type(losses).__name__}"
-        raise _broken(file, what, f'return {{"{all_names[0]}": …}}')
+        raise _broken(file, what, f'return {{"{all_names[0]}": …}}', method)
     listed = ", ".join(all_names)
     present = [register for register in registers if register.name in losses]
     absent = [
@@ -151,48 +153,54 @@ def check_losses(
         fix = (
             "return it with the others, or remove it from loss_registers; only where count_items is 0 it may be absent"
         )
-        raise _broken(file, what, fix)
+        raise _broken(file, what, fix, method)
     if unknown := sorted(map(str, set(losses) - set(all_names))):
         names = ", ".join(unknown)
         what = f"must return only its loss_registers, {listed}, but also has {names}"
         fix = f"add {names} to loss_registers in this file, and to settings/loss_registers.json if there is one"
-        raise _broken(file, what, fix)
+        raise _broken(file, what, fix, method)
     for register in present:
         name = register.name
         is_counted = counts is not None and name in counts
-        _check_loss(losses[name], register, items[name], file, device, is_counted=is_counted)
+        _check_loss(losses[name], register, items[name], file, device, method, is_counted=is_counted)
     return {register.name: losses[register.name] for register in present}
 
 
 def _check_loss(
-    loss: object, register: LossRegister, num_items: int, file: Path, device: torch.device, *, is_counted: bool
+    loss: object,
+    register: LossRegister,
+    num_items: int,
+    file: Path,
+    device: torch.device,
+    method: str,
+    *,
+    is_counted: bool,
 ) -> None:
     name = register.name
     num_values = loss.numel() if isinstance(loss, torch.Tensor) else -1
     if register.per == "batch":
         if num_values != 1:
             what = f'must return one value per batch for {name!r}, as its "per" is "batch", but {_returned(loss)}'
-            raise _broken(file, what, "return a tensor with one element, for example with .mean()")
+            raise _broken(file, what, "return a tensor with one element, for example with .mean()", method)
     elif is_counted and num_values < num_items:
         what = f"must return a value for each of the {num_items} items that count_items gave for {name!r}"
-        raise _broken(
-            file, f"{what}, but {_returned(loss)}", 'use reduction="none", or count what there is a value for'
-        )
+        fix = 'use reduction="none", or count what there is a value for'
+        raise _broken(file, f"{what}, but {_returned(loss)}", fix, method)
     elif not is_counted and num_values != num_items:
         what = f"must return one value per item for {name!r}, here {num_items}, but {_returned(loss)}"
-        raise _broken(file, *_explain_shape(loss, num_items, what))
+        raise _broken(file, *_explain_shape(loss, num_items, what), method)
     assert isinstance(loss, torch.Tensor)
     if loss.device != device:
         what = f"must return {name!r} on the device of the run, {device}, but it is on {loss.device}"
-        raise _broken(file, what, "compute it from the tensors of the batch, or move it with .to(self.device)")
+        raise _broken(file, what, "compute it from the tensors of the batch, or move it with .to(self.device)", method)
 
 
 def _returned(loss: object) -> str:
     return f"returned a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"returned {loss!r}"
 
 
-def _broken(file: Path, what: str, fix: str) -> BrokenContract:
-    return BrokenContract(Problem(place_of(file, "__call__"), what, fix))
+def _broken(file: Path, what: str, fix: str, method: str) -> BrokenContract:
+    return BrokenContract(Problem(place_of(file, method), what, fix))
 
 
 def broken_count(file: Path, what: str) -> BrokenContract:

@@ -24,6 +24,7 @@ from pipeline.training.losses import LossAccumulator
 from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
 from pipeline.training.turns import Turn, TurnPlan
+from pipeline.training.whole_step import WholeStep
 
 # Steps whose losses wait on the device before the host reads them all at once.
 _MAX_PENDING_STEPS = 64
@@ -37,6 +38,7 @@ class TrainingStage:
         before_train_epoch
         for each step:
             count the items of the step, if its batches must be loaded for that
+            compute the losses that couple the rows of the whole step, if there are any
             for each of this rank's batches:
                 load → forward → losses → backward
             reduce the gradients once → clip and step, or skip
@@ -65,6 +67,7 @@ class TrainingStage:
         self._settings = experiment.settings.training
         self.plan = create_plan(runner.shapes, experiment.settings, experiment.max_steps)
         self._assign = assign_rounds if experiment.runs_in_rounds else assign_shares
+        self._whole_step = WholeStep(experiment, processes, runner, engine)
         self._weighter = experiment.components.loss_weighter
         # A weighter that is called after every step must find that step's losses in the records.
         after_step = getattr(type(self._weighter), "after_train_step", None)
@@ -158,6 +161,9 @@ class TrainingStage:
         scales = self._loss_scales(items)
         rates = self._experiment.learning_rates()
 
+        step_key = (self._settings.seed, "step", epoch, index)
+        # Before the engine begins: what buffers are by then is what the step starts from.
+        self._whole_step.begin_step(step_key, batches, assignments, loading, scales)
         outcomes = []
         for turn in turns:
             self._engine.begin_step(len(batches), turn)
@@ -165,7 +171,7 @@ class TrainingStage:
             # Turns that share the step's batches find them loaded.
             kept = iter(()) if is_last_turn else iter(loading.look_ahead(len(assignments)))
             for assignment in assignments:
-                key = (self._settings.seed, "step", epoch, index, assignment.position, *turn.key)
+                key = (*step_key, assignment.position, *turn.key)
                 # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
                 asked = None
                 if assignment is assignments[-1]:
@@ -233,11 +239,20 @@ class TrainingStage:
             followed = {name: loss for name, loss in losses.items() if name in scales and name in turn.needed}
             return BatchLosses(followed, dict.fromkeys(followed, 0.0), {})
         self.observer.batch_is_loaded(position, assignment.ref, loaded.batch)
-        losses = self._runner.losses(loaded, assignment.ref, items, key, turn.needed)
+        is_coupled = self._whole_step.covers(assignment.ref)
+        if is_coupled:
+            losses = self._whole_step.losses(assignment)
+        else:
+            losses = self._runner.losses(loaded, assignment.ref, items, key, turn.needed)
         self.observer.losses_are_known(position, losses)
         sums = self._accumulator.add(self._num_pending, position, losses, items, turn.recorded)
         followed = {name: loss for name, loss in losses.items() if name in scales and name in turn.needed}
-        return BatchLosses(followed, scales, {name: sums[name] for name in followed})
+        followed_sums = {name: sums[name] for name in followed}
+        if is_coupled:
+            # The factors of the losses are in the gradients of the rows.
+            roots = self._whole_step.roots(loaded, assignment, key)
+            return BatchLosses(roots, dict.fromkeys(roots, 1.0), followed_sums)
+        return BatchLosses(followed, scales, followed_sums)
 
     def _assignments(self, batches: list[BatchRef]) -> list[BatchAssignment]:
         """Return which batches of a step are this rank's."""
@@ -299,6 +314,13 @@ class TrainingStage:
         if not found:
             return ""
         position, register = found[0]
+        if self._whole_step.covers(batches[position]):
+            # One row spoils the values of all: the batch to look at is the one that has it.
+            dataset = batches[position].shape.dataset
+            spoilt = self._whole_step.find_not_finite(dataset)
+            if spoilt is None:
+                return f"{register} is not finite, though all rows of dataset {dataset} in the step are"
+            position = spoilt
         return f"{register} is not finite in {self._describe_points(epoch, batches[position])}"
 
     def _anomaly_explained(self, epoch: int, index: int, ref: BatchRef) -> AbstractContextManager[None]:

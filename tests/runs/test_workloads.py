@@ -444,6 +444,151 @@ def test_segmentation_with_ignored_pixels_and_miou(tmp_path: Path) -> None:
     assert math.isclose(recorded[-1], float(theirs.compute()), abs_tol=1e-6)
 
 
+VIEWS = """
+    import torch
+
+
+    class Views:
+        def __getitem__(self, idx):
+            generator = torch.Generator().manual_seed(idx)
+            x = torch.randn(6, generator=generator)
+            noise = torch.randn(2, 6, generator=generator) / 5
+            return {"first": x + noise[0], "second": x + noise[1], "label": idx % 4}
+
+        def get_split_idxs(self, split):
+            return range(22) if split == "train" else range(22, 30)
+
+
+    dataset = Views()
+"""
+TEMPERATURE = """
+    import torch
+    from torch import nn
+
+
+    class Temperature(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log = nn.Parameter(torch.tensor(-1.0))
+
+        def forward(self, similarities):
+            return similarities / self.log.exp()
+
+
+    module = Temperature()
+"""
+ENCODER = """
+    from torch import nn
+
+    module = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+"""
+SIMCLR = {
+    "pymodules/datasets/views.py": VIEWS,
+    "pymodules/dataloaders/views.py": 'train_dataloader_args = {"batch_size": 3}\n',
+    "pymodules/modules/net.py": ENCODER,
+    "pymodules/modules/temperature.py": TEMPERATURE,
+    "pymodules/module_transforms/views.py": """
+        import torch
+        import torch.nn.functional as F
+
+        from pipeline.components import BaseModuleTransform
+
+        loss_registers = ["loss"]
+
+
+        class ModuleTransform(BaseModuleTransform):
+            def embed(self, batch, modules):
+                return {name: F.normalize(modules["net"](batch[name]), dim=1) for name in ("first", "second")}
+
+            def loss(self, rows, modules):
+                num = len(rows["first"])
+                views = torch.cat([rows["first"], rows["second"]])
+                scores = modules["temperature"](views @ views.T).fill_diagonal_(float("-inf"))
+                losses = F.cross_entropy(scores, torch.arange(2 * num).roll(num), reduction="none")
+                return {"loss": (losses[:num] + losses[num:]) / 2}
+    """,
+    "pymodules/optim_sched/main.py": SGD,
+}
+
+
+def embed(net: nn.Module, batch: Any, key: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the rows of a batch, with what its key lets drop out."""
+    seed_generators(*key)
+    return [F.normalize(net(batch[name]), dim=1) for name in ("first", "second")]
+
+
+def test_simclr_over_all_batches_of_a_step(tmp_path: Path) -> None:
+    """Workload 6: every view meets those of all batches of its step, in both passes with the same dropout."""
+    write(tmp_path, SIMCLR, ["loss"], data_loading={"step_min_items": 11})
+    run_inside(tmp_path)
+    given = plain(tmp_path)
+    assert {len(batches) for batches in given.steps} == {4}
+
+    def compute(batches: list[Any], keys: list[Any]) -> dict[str, torch.Tensor]:
+        views = [embed(given.modules["net"], batch, key) for batch, key in zip(batches, keys, strict=True)]
+        rows = torch.cat([view[index] for index in range(2) for view in views])
+        scores = given.modules["temperature"](rows @ rows.T).fill_diagonal_(float("-inf"))
+        return {"loss": F.cross_entropy(scores, torch.arange(len(rows)).roll(len(rows) // 2))}
+
+    check_losses(tmp_path, train(given, sgd(given.modules), compute))
+
+
+def test_clip_with_two_encoders_and_labels(tmp_path: Path) -> None:
+    """Images and texts meet over a whole step, points with the same label are no opposites, and a weighter weighs."""
+    transform = """
+        import torch.nn.functional as F
+
+        from pipeline.components import BaseModuleTransform
+
+        loss_registers = ["image_loss", "text_loss", "found"]
+
+
+        class ModuleTransform(BaseModuleTransform):
+            def embed(self, batch, modules):
+                rows = {name: F.normalize(modules[name](batch[name]), dim=1) for name in ("first", "second")}
+                return rows | {"label": batch["label"]}
+
+            def loss(self, rows, modules):
+                scores = modules["temperature"](rows["first"] @ rows["second"].T)
+                same = (rows["label"] == rows["label"][:, None]).float()
+                wanted = same / same.sum(dim=1)
+                return {
+                    "image_loss": F.cross_entropy(scores, wanted, reduction="none"),
+                    "text_loss": F.cross_entropy(scores.T, wanted, reduction="none"),
+                    "found": (rows["label"][scores.argmax(dim=1)] == rows["label"]).float(),
+                }
+    """
+    files = {name: text for name, text in SIMCLR.items() if not name.endswith("net.py")} | {
+        "pymodules/modules/first.py": ENCODER.replace("0.2", "0.0"),
+        "pymodules/modules/second.py": ENCODER.replace("16", "8").replace("0.2", "0.0"),
+        "pymodules/module_transforms/views.py": transform,
+        "pymodules/loss_weighter.py": """
+            from pipeline.components import StaticLossWeighter
+
+            loss_weighter = StaticLossWeighter({"text_loss": 0.5})
+        """,
+    }
+    registers = ["image_loss", "text_loss", {"name": "found", "optimize": False, "direction": "max"}]
+    write(tmp_path, files, registers, data_loading={"step_min_items": 11})
+    run_inside(tmp_path)
+    given = plain(tmp_path)
+    modules = given.modules
+
+    def compute(batches: list[Any], keys: list[Any]) -> dict[str, torch.Tensor]:
+        images, texts = (
+            F.normalize(modules[name](torch.cat([batch[name] for batch in batches])), dim=1)
+            for name in ("first", "second")
+        )
+        label = torch.cat([batch["label"] for batch in batches])
+        scores = modules["temperature"](images @ texts.T)
+        same = (label == label[:, None]).float()
+        wanted = same / same.sum(dim=1)
+        return {"image_loss": F.cross_entropy(scores, wanted), "text_loss": 0.5 * F.cross_entropy(scores.T, wanted)}
+
+    expected = train(given, sgd(modules), compute)
+    check_losses(tmp_path, [{**losses, "text_loss": 2 * losses["text_loss"]} for losses in expected])
+
+
 def test_detector_that_returns_losses_of_batches(tmp_path: Path) -> None:
     """Workload 5: lists of boxes of different lengths, and scalar losses as detectors return them."""
     files = {

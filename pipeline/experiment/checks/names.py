@@ -41,6 +41,8 @@ def name_problems(components: Components, settings: Settings, folder: Path, fail
             yield from _metric_problems(components, settings, folder)
         if "optim_sched" not in failed:
             yield from _turn_problems(components, settings, folder)
+    if not failed & {"module_transforms", "loss_registers", "training"}:
+        yield from _whole_step_problems(components, settings, folder)
     if "modules" not in failed:
         yield from _average_problems(components, settings, folder)
     # Without any module, the loader has reported the empty folder.
@@ -189,6 +191,29 @@ def _turn_problems(components: Components, settings: Settings, folder: Path) -> 
         names = "turns" if training.turns else f"loss_registers and every_steps of {', '.join(changes_cadence)}"
         what = f'"{training.parallelism}" does not go together with {names}: torch reduces the gradients of all shards'
         yield Problem(f"{where[:-7]}(parallelism)", what, 'set parallelism to "ddp"')
+
+
+def _whole_step_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:
+    """Yield settings that losses over whole steps do not go with."""
+    per_batch = {register.name for register in settings.loss_registers if register.per == "batch"}
+    training = settings.training
+    for dataset, definition in components.module_transforms.items():
+        if not definition.is_whole_step:
+            continue
+        where = place_of(folder / "module_transforms" / f"{dataset}.py", "embed")
+        for name in sorted(per_batch & set(definition.loss_registers)):
+            what = f'register {name!r} is per "batch", but loss, which embed comes with, returns one value per row'
+            yield Problem(where, what, f'set "per" of {name!r} to "item" in settings/loss_registers.json')
+        if training.shards_modules:
+            what = f"embed and loss need whole modules on every process, but parallelism is {training.parallelism}"
+            yield Problem(where, what, 'set parallelism to "ddp" in settings/training.json')
+        optimizers = components.optim_sched.values()
+        if training.turns or any(entry.loss_registers or entry.every_steps > 1 for entry in optimizers):
+            what = "embed and loss give all optimizers one gradient, but there are turns, loss_registers or every_steps"
+            yield Problem(where, what, "let all optimizers follow all registers in every step")
+        if training.sync_batchnorm:
+            what = "embed runs batches alone, without gradient and then with it, but sync_batchnorm needs all processes"
+            yield Problem(where, what, "set sync_batchnorm to false in settings/training.json")
 
 
 def _average_problems(components: Components, settings: Settings, folder: Path) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from pipeline.components import BaseDataTransform, BaseHook, BaseScheduler
+from pipeline.components import BaseDataTransform, BaseHook, BaseModuleTransform, BaseScheduler
 from pipeline.components.hooks import MOMENTS, is_overridden
 from pipeline.errors import Problem, nearest
 from pipeline.experiment.pymodules.assumptions import Assumption
@@ -54,6 +54,8 @@ _MODULE_SETTINGS = (
 _SAVED = ("all", "trained")
 
 
+# The methods of a loss that couples all rows of a step, with what they take.
+_WHOLE_STEP = {"embed": "batch, modules", "loss": "rows, modules"}
 # How much a name must be like another one to be taken for a slip of the pen.
 _MISSPELT = 0.8
 
@@ -217,6 +219,8 @@ class ContractReader:
         if create is not None and not takes(create, 3):
             what = "must be creatable as ModuleTransform(data_counters, device, logger)"
             self._report(module, "ModuleTransform", what)
+        elif inspect.isclass(create) and (problem := _whole_step_problem(create)):
+            self._report(module, "ModuleTransform", *problem)
         elif inspect.isclass(create) and not takes(inspect.getattr_static(create, "__call__", list), 3):
             self._report(module, "ModuleTransform", "must have a method __call__(self, batch, modules)")
         elif hasattr(create, "images") and not takes(create.images, 3):
@@ -384,6 +388,30 @@ class ContractReader:
         path = Path(str(module.__file__))
         self.problems.append(Problem(place_of(path, name), f"{name} {what}", fix))
         self.failed_families.add(path.parent.name)
+
+
+def _whole_step_problem(create: type) -> tuple[str, str] | None:
+    """Return what is wrong with a module transform that has methods of a whole-step loss, and how to repair it."""
+    # The base class has a __call__ that says that there is none.
+    has_call = any("__call__" in vars(kind) for kind in create.__mro__ if kind is not BaseModuleTransform)
+    present = [method for method in _WHOLE_STEP if hasattr(create, method)]
+    if len(present) < len(_WHOLE_STEP):
+        if has_call or not present:
+            # With a __call__, one of the two names is free for what an author likes.
+            return None
+        (lacking,) = set(_WHOLE_STEP) - set(present)
+        fix = f"define {lacking}(self, {_WHOLE_STEP[lacking]}) as well, or __call__(self, batch, modules)"
+        return f"must have embed and loss together, but has {present[0]} without {lacking}", fix
+    if has_call:
+        fix = "remove __call__ if the loss couples all rows of a step; else rename embed or loss"
+        return "must have either __call__ or the pair embed and loss, but has all three", fix
+    for method, arguments in _WHOLE_STEP.items():
+        if not takes(getattr(create, method), 3):
+            return f"{method} must be a method {method}(self, {arguments})", ""
+    if hasattr(create, "count_items"):
+        fix = "remove count_items, and return 0 for rows that do not count"
+        return "count_items cannot be combined with embed and loss, whose items are the rows", fix
+    return None
 
 
 def _is_list_of_names(value: object) -> bool:

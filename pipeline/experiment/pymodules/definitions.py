@@ -135,6 +135,11 @@ class ModuleTransformDefinition:
         """Return whether the data decides how many items a batch has."""
         return hasattr(self.create, "count_items")
 
+    @property
+    def is_whole_step(self) -> bool:
+        """Return whether its loss couples the rows of all batches of a step."""
+        return all(callable(getattr(self.create, method, None)) for method in ("embed", "loss"))
+
 
 @dataclass(frozen=True)
 class OptimSched:

@@ -46,7 +46,7 @@ def test_new_from_copies_files_only(home: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("new", "x", "--template", "digit"), "No template 'digit'; there are diffusion, digits"),
+        (("new", "x", "--template", "digit"), "No template 'digit'; there are contrastive, diffusion, digits"),
         (("new", "x", "--from", "tinny"), "Did you mean 'tiny'?"),
         (("new",), "Say which experiment"),
         (("new", "../x"), "The experiment name must be"),
