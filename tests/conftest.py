@@ -20,6 +20,9 @@ from tests.support.running import end_launched, run_inside
 # Trackers set variables of their own, and must not talk to anyone.
 os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
 
+# Workers of pytest-xdist are told a width, to which verbs would fold what the tests read.
+os.environ.pop("COLUMNS", None)
+
 # Under nohup or in the background, signals are ignored by whoever starts the tests, and so by all processes of theirs.
 for _number in STOP_SIGNALS:
     if signal.getsignal(_number) is signal.SIG_IGN:

@@ -11,11 +11,13 @@ class Position:
 
     Epochs and steps count from 1. ``step`` is the number of the step in its epoch, and 0 before the first one and in
     evaluations; ``global_step`` is its number in all epochs, or the number of steps taken so far where ``step`` is 0.
+    ``turn`` is the place in ``turns`` of ``training.json``, from 0; only module transforms know it.
     """
 
     epoch: int
     step: int
     global_step: int
+    turn: int = 0
 
 
 def reads_position(component: object) -> bool:

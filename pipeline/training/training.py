@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -150,7 +151,8 @@ class TrainingStage:
         started = time.perf_counter()
         loaded = loading.seconds
         self.observer.step_begins(epoch, index + 1)
-        self._runner.position = self.plan.position(epoch, index + 1)
+        position = self.plan.position(epoch, index + 1)
+        self._runner.position = position
         batches = self.plan.step(epoch, index)
         assignments = self._assignments(batches)
         if self._counts_items:
@@ -168,6 +170,7 @@ class TrainingStage:
         for turn in turns:
             self._engine.begin_step(len(batches), turn)
             is_last_turn = turn is turns[-1]
+            self._runner.position = replace(position, turn=turn.number) if turn.number else position
             # Turns that share the step's batches find them loaded.
             kept = iter(()) if is_last_turn else iter(loading.look_ahead(len(assignments)))
             for assignment in assignments:

@@ -29,7 +29,9 @@ class Turn:
     ``is_whole``: all optimizers act, and follow all optimised registers, as they do without turns.
     """
 
-    # Its place in the step; part of the keys of random draws if a step has several turns.
+    # Its place in the list of turns.
+    number: int
+    # Part of the keys of random draws, if a step has several turns.
     key: tuple[str | int, ...]
     followers: tuple[Follower, ...]
     # Registers whose losses are recorded in this turn: a step records each once.
@@ -87,6 +89,7 @@ class TurnPlan:
         # An optimizer acts in every k-th step: in the last of each k, as an accumulated gradient would be applied.
         acting = [[name for name in names if (step + 1) % self._definitions[name].every_steps == 0] for names in named]
         turns: list[Turn] = []
+        first = 0 if self._shares_batches else step % len(self._turns)
         left = set(self._registers)
         for number, names in enumerate(acting):
             followers = self._group(names)
@@ -97,7 +100,7 @@ class TurnPlan:
             left -= recorded
             is_whole = {*names} == {*self._definitions} and len(followers) == 1 and not self._has_own_registers()
             key = ("turn", number) if self._shares_batches else ()
-            turns.append(Turn(key, followers, recorded, is_whole))
+            turns.append(Turn(first + number, key, followers, recorded, is_whole))
         return turns
 
     def _has_own_registers(self) -> bool:

@@ -214,6 +214,30 @@ def test_optimizers_act_in_their_turns_only(tmp_path: Path) -> None:
     assert adam_steps(tmp_path) == {"discriminator": 7, "generator": 3}
 
 
+def test_transform_may_leave_out_what_nobody_follows_in_a_turn(tmp_path: Path) -> None:
+    """self.position.turn says whose turn it is: the losses are the same, though each turn computes one of them only."""
+    transform = GAN["pymodules/module_transforms/points.py"]
+    chosen = "\n".join(
+        [
+            transform.replace("return {", "results = {").rstrip(),
+            f"{_INDENT}if not judge.training:",
+            f"{_INDENT}    return results",
+            f"{_INDENT}name = ['d_loss', 'g_loss'][self.position.turn]",
+            f"{_INDENT}return {{name: results[name]}}",
+            "",
+        ]
+    )
+    write(
+        tmp_path,
+        {**GAN, "pymodules/module_transforms/points.py": chosen},
+        REGISTERS,
+        data_loading={"step_min_items": 8},
+        training=SHARED,
+    )
+    run_inside(tmp_path)
+    check_losses(tmp_path, train_by_hand(tmp_path, shares=True))
+
+
 MISTAKES = {
     "unknown optimizer": ({"turns": [["generator"], ["discriminater"]]}, {}, "Did you mean 'discriminator'?"),
     "no turn": ({"turns": [["generator"]]}, {}, "'discriminator' has no turn"),
