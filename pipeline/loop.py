@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,9 @@ class Loop:
         self._kept_pools: list[str] = []
         # What module transforms wrote at the latest evaluation, until it is committed.
         self._artifacts: dict[str, bytes] = {}
+        # All ranks must know whether rank zero shows a bar: they add up what stands in it.
+        shows_bar = self._settings.logging.progress_bar and sys.stderr.isatty()
+        self._shows_bar = session.processes.broadcast(shows_bar)
         # The latest loss and rates, for the bar.
         self._shown = ""
 
@@ -187,14 +191,14 @@ class Loop:
             self._report_skipped(epoch, report)
         every = self._settings.logging.every_steps
         is_logged = report.step % every == 0 or report.step == report.num_steps
-        # All ranks add up what the bar shows: whether rank zero has a terminal, the others do not know.
-        logging = self._settings.logging
-        bar_every = max(_MIN_STEPS_BETWEEN_SHOWN_LOSSES, report.num_steps // logging.train_updates)
-        if is_logged or (logging.progress_bar and (report.step == 1 or report.step % bar_every == 0)):
-            session.training.flush()
-            latest = shown_losses(session.records.losses, "train", self._weights(), 1)
-            self._shown = f"loss {latest['loss']:.4g}, lr {shown_rates(session.experiment.learning_rates())}"
+        if self._shows_bar:
+            bar_every = max(_MIN_STEPS_BETWEEN_SHOWN_LOSSES, report.num_steps // self._settings.logging.train_updates)
+            if is_logged or report.step == 1 or report.step % bar_every == 0:
+                session.training.flush()
+                latest = shown_losses(session.records.losses, "train", self._weights(), 1)
+                self._shown = f"loss {latest['loss']:.4g}, lr {shown_rates(session.experiment.learning_rates())}"
         if is_logged:
+            session.training.flush()
             num_logged = (report.step - 1) % every + 1
             losses = shown_losses(session.records.losses, "train", self._weights(), num_logged)
             eta = self._eta_seconds(epoch, report.step)
@@ -329,5 +333,5 @@ class Loop:
             )
 
     def _new_bar(self, name: str, total: int, done: int, updates: int) -> ProgressBar:
-        is_shown = self._settings.logging.progress_bar and self._session.processes.is_rank_zero
+        is_shown = self._shows_bar and self._session.processes.is_rank_zero
         return ProgressBar(name, total, done, updates, enabled=is_shown)

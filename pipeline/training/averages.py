@@ -64,6 +64,8 @@ class Averages:
 
     def after_update(self, stepped: Collection[str], epoch: int) -> None:
         """Let every average follow whose source was updated by one of the optimizers that have stepped."""
+        if not self._followers:
+            return
         self._update_owners()
         for name, follower in self._followers.items():
             if not self._owners[name].isdisjoint(stepped):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice, repeat
@@ -110,6 +110,13 @@ class BatchRunner:
         self._modules = components.all_modules if self._trains else components.evaluated_modules
         # Built once: they are asked for with every batch.
         self._planned_items: dict[tuple[str, int], Items] = {}
+        self._dtype = _PRECISIONS.get(experiment.settings.training.precision)
+        # In rounds all ranks run the same modules at once, so collectives of FSDP and SyncBatchNorm meet.
+        is_alone = not experiment.runs_in_rounds
+        self._guards: dict[str, AbstractContextManager[None]] = {
+            name: collectives_refused(f"module_transforms/{name}.py") if is_alone else nullcontext()
+            for name in components.datasets
+        }
         folder = experiment.folder / "module_transforms"
         self._files = {name: folder / f"{name}.py" for name in components.datasets}
         # By dataset, the registers that its module transform feeds in this split.
@@ -333,13 +340,12 @@ class BatchRunner:
         transform = self._experiment.module_transforms[ref.shape.dataset]
         show_position(transform, self.position)
         seed_generators(*key)
-        dtype = _PRECISIONS.get(self._experiment.settings.training.precision)
-        autocast = nullcontext() if dtype is None else torch.autocast(self._processes.device.type, dtype=dtype)
-        # In rounds all ranks run the same modules at once, so collectives of FSDP and SyncBatchNorm meet.
-        is_alone = not self._experiment.runs_in_rounds
-        guard = collectives_refused(f"module_transforms/{ref.shape.dataset}.py") if is_alone else nullcontext()
-        with autocast, guard:
-            return getattr(transform, method)(batch, self._modules, *more)
+        call = partial(getattr(transform, method), batch, self._modules, *more)
+        with self._guards[ref.shape.dataset]:
+            if self._dtype is None:
+                return call()
+            with torch.autocast(self._processes.device.type, dtype=self._dtype):
+                return call()
 
 
 def _count(transforms: Mapping[str, BaseModuleTransform], dataset: str, batch: Batch) -> object:

@@ -66,13 +66,15 @@ class KeyedDataset(Dataset[LoadedBatch]):
         self._transform = transform
         self._collate = collate
         self._count = count
+        # Those of the two that read the position of a batch.
+        self._readers = [component for component in (dataset, transform) if reads_position(component)]
 
     @property
     def reads_position(self) -> bool:
-        return reads_position(self._dataset) or reads_position(self._transform)
+        return bool(self._readers)
 
     def __getitem__(self, planned: PlannedBatch) -> LoadedBatch:
-        for component in (self._dataset, self._transform):
+        for component in self._readers:
             show_position(component, planned.position)
         seed_generators(*planned.key)
         with collectives_refused(f"datasets/{planned.dataset}.py, its data transform or its collate_fn"):

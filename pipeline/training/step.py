@@ -53,8 +53,6 @@ class StepOutcome:
     def of_turns(cls, outcomes: Sequence[StepOutcome]) -> StepOutcome:
         """Return what a step came to whose turns, one or several, had these outcomes."""
         last = outcomes[-1]
-        if len(outcomes) == 1:
-            return last
         norms = {
             name: next((norm for one in reversed(outcomes) if (norm := one.norms[name]) != 0), 0.0)
             for name in last.norms

@@ -189,7 +189,7 @@ class TrainingStage:
                 self._accumulator.fetch()
             outcomes.append(self._engine.finish_step((self._settings.seed, "update", epoch, index, *turn.key)))
             self._averages.after_update(outcomes[-1].stepped, epoch)
-        outcome = StepOutcome.of_turns(outcomes)
+        outcome = outcomes[0] if len(outcomes) == 1 else StepOutcome.of_turns(outcomes)
         num_steps = self.plan.steps_of(epoch)
         if self._counts_items and index + 1 < num_steps and not outcome.stop:
             self._begin_counting(self._assignments(self.plan.step(epoch, index + 1)), loading)
@@ -293,6 +293,8 @@ class TrainingStage:
 
     def _updates_in(self, optimizer: str, epoch: int, index: int, num_steps: int = 1) -> range:
         """Return the numbers, in an epoch and from 1, of the updates of an optimizer in some steps."""
+        if self._turns.is_every_step:
+            return range(index + 1, index + num_steps + 1)
         first = (epoch - 1) * self.plan.num_steps
         before = self._turns.updates_before(optimizer, first)
         begin = self._turns.updates_before(optimizer, first + index)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from pipeline.experiment.pymodules.definitions import OptimSched
@@ -38,11 +39,11 @@ class Turn:
     recorded: frozenset[str]
     is_whole: bool = False
 
-    @property
+    @cached_property
     def optimizers(self) -> tuple[str, ...]:
         return tuple(name for follower in self.followers for name in follower.optimizers)
 
-    @property
+    @cached_property
     def needed(self) -> frozenset[str]:
         """Registers that an optimizer follows in this turn; a module transform may leave out the others."""
         return frozenset[str]().union(*(follower.registers for follower in self.followers))
@@ -64,6 +65,8 @@ class TurnPlan:
             1 if self._shares_batches else len(self._turns), *(entry.every_steps for entry in definitions.values())
         )
         self._steps = [self._create_step(step) for step in range(self._period)]
+        # Every optimizer acts once in every step.
+        self.is_every_step = all(len(turns) == 1 and turns[0].is_whole for turns in self._steps)
         # For each optimizer, in how many turns it has acted before each step of a period, and in all of it.
         self._updates = {
             name: [0, *accumulate(sum(name in turn.optimizers for turn in turns) for turns in self._steps)]

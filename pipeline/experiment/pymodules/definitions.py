@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class ModuleTransformDefinition:
         """Return whether the data decides how many items a batch has."""
         return hasattr(self.create, "count_items")
 
-    @property
+    @cached_property
     def is_whole_step(self) -> bool:
         """Return whether its loss couples the rows of all batches of a step."""
         return all(callable(getattr(self.create, method, None)) for method in ("embed", "loss"))

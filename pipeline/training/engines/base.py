@@ -72,6 +72,8 @@ class GradientEngine(ABC):
         self._buffers = StepBuffers(modules, processes, sums)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.precision == "fp16")
         self._updates_draw = any(map(_may_draw, experiment.optimizers.values()))
+        # Optimizers that must know of a turn without a step.
+        self._skippable = [name for name, optimizer in experiment.optimizers.items() if hasattr(optimizer, "skip_step")]
         self._one = torch.ones((), device=processes.device)
         self._load_next: Callable[[], None] | None = None
 
@@ -287,7 +289,9 @@ class GradientEngine(ABC):
                 optimizer.step()
             updated = (name for name, optimizer in stepping.items() if not _is_between_turns(optimizer))
             outcome = replace(outcome, stepped=frozenset(updated))
-        self._skip_steps(set() if outcome.skipped else set(stepping))
+        for name in self._skippable:
+            if self._acts(name) and (outcome.skipped or name not in stepping):
+                self._experiment.optimizers[name].skip_step()  # type: ignore[attr-defined]
         if self.scaler.is_enabled():
             # A step that used no weight keeps the scale.
             self.scaler.update(None if stepping else self.scaler.get_scale())
@@ -297,13 +301,9 @@ class GradientEngine(ABC):
             self._set_up(self._trained)
         return outcome
 
-    def _skip_steps(self, stepped: set[str]) -> None:
-        """Let optimizers know that it was their turn, and they took no step; few need to."""
-        acting = self._experiment.optimizers if self._turn is None else self._turn.optimizers
-        for name in acting:
-            skip = getattr(self._experiment.optimizers[name], "skip_step", None)
-            if skip is not None and name not in stepped:
-                skip()
+    def _acts(self, optimizer: str) -> bool:
+        """Return whether it is an optimizer's turn."""
+        return self._turn is None or optimizer in self._turn.optimizers
 
     def _optimizers_with_gradients(self) -> dict[str, torch.optim.Optimizer]:
         return {
@@ -386,6 +386,8 @@ class GradientEngine(ABC):
 
     def _clip_gradients(self, norms: Mapping[str, float]) -> None:
         """Scale gradients down to the limit that optimizers have together, or one alone."""
+        if not any(self._clip_norms.values()):
+            return
         together = [name for name in norms if name not in self._clipped_alone]
         for names in (together, *([name] for name in self._clipped_alone)):
             max_norm = self._clip_norms[names[0]] if names else None
