@@ -194,6 +194,17 @@ class Processes:
 
         return add_received
 
+    def sum_async(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Begin to add up integers, in place, while this process does something else; return what waits for the sum.
+
+        Not the exchange that two ranks wait for at once: gloo's own threads do the ring, and no core is kept from work.
+        """
+        if self.world_size == 1:
+            return _return_at_once
+        group = dist.group.WORLD
+        assert group is not None
+        return group.allreduce([tensor]).wait
+
     def all_reduce_min(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor by elementwise minimum, in place."""
         if self.world_size > 1:

@@ -270,7 +270,7 @@ class TrainingStage:
         own = [self._runner.items(batch, given.ref) for given, batch in loaded if not given.is_stand_in]
         # On the CPU: the counts are there, and a device would have to be waited for.
         counts = torch.tensor(self._add_items(own))
-        self._counting = (counts, self._processes.all_reduce_async(counts))
+        self._counting = (counts, self._processes.sum_async(counts))
 
     def _counted_items(self, assignments: list[BatchAssignment], loading: Prefetcher[LoadedBatch]) -> list[int]:
         """Return how many items of all ranks each register gets in a step in which the data says how many."""

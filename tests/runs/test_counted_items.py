@@ -294,13 +294,13 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path, engine: dict[str, An
 def test_only_counting_costs_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sum of counts per step where the data counts, and none elsewhere."""
     sums: list[int] = []
-    original = Processes.all_reduce_async
+    original = Processes.sum_async
 
     def count(self: Processes, tensor: torch.Tensor) -> Callable[[], object]:
         sums.append(tensor.dtype == torch.int64)
         return original(self, tensor)
 
-    monkeypatch.setattr(Processes, "all_reduce_async", count)
+    monkeypatch.setattr(Processes, "sum_async", count)
     run_inside(write(tmp_path / "counted"), "--stop-after-epoch", "1")
     assert sum(sums) == len(recorded(tmp_path / "counted", "token_loss")["steps"])
     sums.clear()
