@@ -168,23 +168,15 @@ class TrainingStage:
         self._whole_step.begin_step(step_key, batches, assignments, loading, scales)
         outcomes = []
         for turn in turns:
-            self._engine.begin_step(len(batches), turn)
-            is_last_turn = turn is turns[-1]
+            is_last = turn is turns[-1]
             self._runner.position = replace(position, turn=turn.number) if turn.number else position
+            self._engine.begin_step(len(batches), turn)
             # Turns that share the step's batches find them loaded.
-            kept = iter(()) if is_last_turn else iter(loading.look_ahead(len(assignments)))
-            for assignment in assignments:
-                key = (*step_key, assignment.position, *turn.key)
-                # Which ranks ask to stop or commit travels with the gradients of each rank's last batch.
-                asked = None
-                if assignment is assignments[-1]:
-                    asked = requests() if is_last_turn else StepRequests()
-                with self._anomaly_explained(epoch, index, assignment.ref):
-                    # The batch has no name here: it must be freed before the next one is loaded onto the device.
-                    self._run_batch(next(loading if is_last_turn else kept), assignment, turn, key, scales, asked)
-            if not assignments:
-                self._engine.join_without_batch(requests() if is_last_turn else StepRequests())
-            if is_last_turn and self._num_pending + 1 == self._max_pending:
+            loaded_batches = loading if is_last else iter(loading.look_ahead(len(assignments)))
+            # Which ranks ask to stop or commit travels with the last turn.
+            asked = requests if is_last else StepRequests
+            self._run_batches(step_key, turn, assignments, loaded_batches, scales, asked)
+            if is_last and self._num_pending + 1 == self._max_pending:
                 # The losses are needed after this step; the engine's wait for the device is one for them too.
                 self._accumulator.fetch()
             outcomes.append(self._engine.finish_step((self._settings.seed, "update", epoch, index, *turn.key)))
@@ -213,6 +205,25 @@ class TrainingStage:
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
         return StepReport(index + 1, num_steps, seconds, loading.seconds - loaded, outcome, cause)
+
+    def _run_batches(
+        self,
+        step_key: Key,
+        turn: Turn,
+        assignments: list[BatchAssignment],
+        loaded: Iterator[LoadedBatch],
+        scales: dict[str, float],
+        requests: Callable[[], StepRequests],
+    ) -> None:
+        """Run this rank's batches of a step forward and backward; the last one brings its requests."""
+        for assignment in assignments:
+            key = (*step_key, assignment.position, *turn.key)
+            asked = requests() if assignment is assignments[-1] else None
+            with self._anomaly_explained(step_key, assignment.ref):
+                # The batch has no name here: it must be freed before the next one is loaded onto the device.
+                self._run_batch(next(loaded), assignment, turn, key, scales, asked)
+        if not assignments:
+            self._engine.join_without_batch(requests())
 
     def _run_batch(
         self,
@@ -328,10 +339,11 @@ class TrainingStage:
             position = spoilt
         return f"{register} is not finite in {self._describe_points(epoch, batches[position])}"
 
-    def _anomaly_explained(self, epoch: int, index: int, ref: BatchRef) -> AbstractContextManager[None]:
+    def _anomaly_explained(self, step_key: Key, ref: BatchRef) -> AbstractContextManager[None]:
         """Explain what ``--detect-anomaly`` finds in this block, if it was asked for."""
         if not torch.is_anomaly_enabled():
             return nullcontext()
+        epoch, index = map(int, step_key[2:])
         return anomaly_explained(lambda: f"epoch {epoch}, step {index + 1}, {self._describe_points(epoch, ref)}")
 
     def _describe_points(self, epoch: int, ref: BatchRef) -> str:
