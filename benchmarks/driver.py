@@ -23,8 +23,9 @@ HAND_WRITTEN, AGAIN, PIPELINE, EXACT = "hand-written", "again", "pipeline", "exa
 PIPELINE_WITH, FUSED_WITH = f"{PIPELINE}{WITH}", f"{FUSED}{WITH}"
 _OURS = (PIPELINE, EXACT, PIPELINE_WITH)
 # The hand-written loops of kinds of work that need one of their own.
-_LOOPS = {"many": "benchmarks.hand_written_many"} | dict.fromkeys(
-    ("tokens", "metrics", "average", "rows"), "benchmarks.hand_written_features"
+_FEATURES = "benchmarks.hand_written_features"
+_LOOPS = {"many": "benchmarks.hand_written_many", "turns": "benchmarks.hand_written_game"} | dict.fromkeys(
+    ("tokens", "metrics", "average", "rows"), _FEATURES
 )
 PEERS = {
     "lightning": "benchmarks.peers.lightning_trainer",

@@ -44,6 +44,60 @@ class ModuleTransform(BaseModuleTransform):
         return {{"loss_entropy": F.cross_entropy(modules["model"](batch["x"]), batch["y"], reduction="none")}}
 """,
 }
+_PLAYERS = """
+import torch
+import torch.nn.functional as F
+
+from pipeline.components import BaseModuleTransform
+
+loss_registers = ["d_loss", "g_loss"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        real = F.one_hot(batch["y"], 10).float()
+        drawn = modules["model"](batch["x"])
+        scores = modules["judge"](torch.cat([real, drawn]))[:, 0]
+        of_real, of_drawn = scores.chunk(2)
+        return {"d_loss": F.softplus(-of_real) + F.softplus(of_drawn), "g_loss": F.softplus(-of_drawn)}
+"""
+_PLAYERS_IN_TURN = """
+import torch
+import torch.nn.functional as F
+
+from pipeline.components import BaseModuleTransform
+
+loss_registers = ["d_loss", "g_loss"]
+
+
+class ModuleTransform(BaseModuleTransform):
+    def __call__(self, batch, modules):
+        judge = modules["judge"]
+        losses = {}
+        if self.position.turn == 0 or not judge.training:
+            real = F.one_hot(batch["y"], 10).float()
+            with torch.no_grad():
+                drawn = modules["model"](batch["x"])
+            of_real, of_drawn = judge(torch.cat([real, drawn]))[:, 0].chunk(2)
+            losses["d_loss"] = F.softplus(-of_real) + F.softplus(of_drawn)
+        if self.position.turn == 1 or not judge.training:
+            losses["g_loss"] = F.softplus(-judge(modules["model"](batch["x"]))[:, 0])
+        return losses
+"""
+_PLAYER = """
+from torch.optim import AdamW
+
+loss_registers = ["{register}"]
+
+
+def create_optimizer(modules):
+    return AdamW(modules["{module}"].parameters(), lr=1e-3)
+"""
+_JUDGE = """
+from benchmarks.work import KINDS, make_judge
+
+module = make_judge(KINDS["turns"])
+"""
 # What kinds of work with a feature have in place of the files above, or besides them.
 _FEATURES = {
     "tokens": {
@@ -109,6 +163,16 @@ class ModuleTransform(BaseModuleTransform):
     def loss(self, rows, modules):
         return {"loss_entropy": contrast(rows["rows"], rows["labels"])}
 """,
+    },
+    "turns": {
+        "modules/judge.py": _JUDGE,
+        "module_transforms/points.py": _PLAYERS,
+    },
+    "turns_with": {
+        "modules/judge.py": _JUDGE,
+        "module_transforms/points.py": _PLAYERS_IN_TURN,
+        "optim_sched/main.py": _PLAYER.format(register="g_loss", module="model"),
+        "optim_sched/judge.py": _PLAYER.format(register="d_loss", module="judge"),
     },
     "average_with": {"modules/ema.py": 'settings = {"average_of": "model", "decay": 0.999, "evaluate": None}\n'},
     "metrics_with": {
@@ -222,7 +286,8 @@ def write(job: Job) -> None:
     for file, text in texts.items():
         seed = datasets.index(Path(file).stem) if Path(file).stem in datasets else 0
         _write(pymodules / file, text.format(**values, seed=seed))
-    for file, text in (_many_texts() if job.kind == "many" else _optimizer(["model"], job)).items():
+    trained = ["model", "judge"] if job.kind == "turns" else ["model"]
+    for file, text in (_many_texts() if job.kind == "many" else _optimizer(trained, job)).items():
         _write(pymodules / file, text)
     for file, text in _FEATURES.get(f"{job.kind}{WITH if job.has_feature else ''}", {}).items():
         _write(pymodules / file, text)
@@ -252,12 +317,15 @@ def _settings(job: Job) -> dict[str, Any]:
     metrics = [{"name": name, "optimize": False, "direction": "max"} for name in names if name.startswith("accuracy")]
     many = [*dict.fromkeys(name for name in names if name.startswith("loss")), *(one for one in metrics[::2])]
     training: dict[str, Any] = {"gradient_reduction": "exact" if job.name == "exact" else "fast"}
+    registers = many if job.kind == "many" else ["d_loss", "g_loss"] if job.kind == "turns" else ["loss_entropy"]
+    if job.kind == "turns" and job.has_feature:
+        training |= {"turns": [["judge"], ["main"]], "share_batches": True}
     if job.checkpoint_every:
         training["checkpoint_every_steps"] = job.checkpoint_every
     return {
         "data_loading": {"step_min_items": kind.batch_size * num_batches},
         "logging": {"progress_bar": {"enabled": True}},
-        "loss_registers": {"loss_registers": many if job.kind == "many" else ["loss_entropy"]},
+        "loss_registers": {"loss_registers": registers},
         "training": training,
     }
 

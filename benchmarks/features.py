@@ -11,6 +11,7 @@ from benchmarks.turns import FUSED, Job
 _LABELS = {
     "tokens": "j  cost of means over tokens that the data counts",
     "metrics": "k  cost of three metrics in an evaluation",
+    "turns": "n  cost of two turns over the same batches (GAN)",
     "average": "l  cost of an EMA, convolutions",
     "rows": "m  cost of a loss over all rows of a step, convolutions",
 }

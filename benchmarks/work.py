@@ -49,6 +49,7 @@ KINDS = {
     "convolutions": Kind(hidden=64, depth=4, steps=20, has_convolutions=True),
     # With and without a feature, see features.py.
     "tokens": Kind(hidden=64, depth=1, steps=300),
+    "turns": Kind(hidden=512, depth=2, steps=60),
     "average": Kind(hidden=64, depth=4, steps=20, has_convolutions=True),
     "metrics": Kind(hidden=64, depth=1, steps=2, num_val_points=4096),
     "rows": Kind(hidden=64, depth=4, steps=5, has_convolutions=True, batches_per_step=4),
@@ -73,6 +74,11 @@ def make_model(kind: Kind) -> nn.Module:
     for _ in range(depth - 1):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, NUM_CLASSES))
+
+
+def make_judge(kind: Kind) -> nn.Module:
+    """Return the other network of a game: it scores what the model draws."""
+    return nn.Sequential(nn.Linear(NUM_CLASSES, kind.hidden), nn.ReLU(), nn.Linear(kind.hidden, 1))
 
 
 def mask_labels(labels: torch.Tensor) -> torch.Tensor:

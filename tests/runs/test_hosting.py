@@ -122,7 +122,8 @@ def test_signal_ends_with_zero_and_our_own_last_line(slow_home: Path, number: in
     assert f"({signal.Signals(number).name})" in run.text()
 
 
-@pytest.mark.parametrize("launcher", ["hosted", pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["hosted", "alone"])
 def test_second_interrupt_ends_at_once(slow_home: Path, launcher: str) -> None:
     """Pressed twice, Ctrl+C does not wait for the step: one sentence, the command that continues, and exit code 130."""
     slow = {"SECONDS_OF_A_BATCH": "1.5"}
@@ -322,9 +323,8 @@ def test_hosted_command_line_is_that_of_the_tests(tmp_path: Path) -> None:
     assert command(tmp_path, launcher=("train",))[1:3] == [str(ROOT / "training_pipeline.py"), "train"]
 
 
-@pytest.mark.parametrize(
-    "launcher", ["hosted", *(pytest.param(other, marks=pytest.mark.slow) for other in ("torchrun", "alone"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["hosted", "torchrun", "alone"])
 def test_stop_now_kills_all_of_a_run(slow_home: Path, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Launcher, ranks and loader workers are gone at once; the next start continues from the last commit."""
     nproc = 2 if launcher == "torchrun" else None
