@@ -187,7 +187,7 @@ class Loop:
         # An error of the commit that is being written ends the run at the next step, not at the next commit.
         session.commits.poll()
         self._pace.add(report.step, report.seconds, report.data_seconds)
-        if report.outcome.skipped:
+        if report.outcome.skipped or report.skipped_alone:
             self._report_skipped(epoch, report)
         every = self._settings.logging.every_steps
         is_logged = report.step % every == 0 or report.step == report.num_steps
@@ -228,7 +228,8 @@ class Loop:
         if session.processes.is_rank_zero:
             replay = ["--epoch", str(epoch), "--step", str(report.step)]
             cause = report.cause or "a gradient is not finite"
-            warning = f"Epoch {epoch}, step {report.step} skipped on all ranks: {cause}."
+            turn = f", the turn of {', '.join(report.skipped_alone)}" if report.skipped_alone else ""
+            warning = f"Epoch {epoch}, step {report.step}{turn} skipped on all ranks: {cause}."
             look = verb_line("replay", paths.name, paths.home, *replay)
             if num_skipped > 1:
                 log_detail(warning)

@@ -304,6 +304,7 @@ class _Run:
         """Commit what a fresh experiment begins with; return the place that follows."""
         following = progress.next()
         session.experiment.initialize_schedulers()
+        session.parts.choose_constants()
         session.training.begin()
         loop.commit_prepared(following)
         session.commits.wait()

@@ -17,6 +17,7 @@ from pipeline.monitoring.status_file import StatusFile
 from pipeline.paths import ExperimentPaths
 from pipeline.store.background_commit import Commits
 from pipeline.store.store import ResultsStore
+from pipeline.store.weight_pools import STEPS_PER_EPOCH
 from pipeline.system.stop_requests import StopRequests
 from pipeline.training.averages import Averages, update_batchnorm
 from pipeline.training.batch_runner import BatchRunner
@@ -29,6 +30,10 @@ from pipeline.training.step_plan import PLAN_VERSION, check_plan_version
 from pipeline.training.training import TrainingStage
 
 _NUM_SKIPPED = "num_consecutive_skipped"
+
+
+def _ignore(saved: object) -> None:
+    """Load nothing: the value is for those who read a commit without a plan."""
 
 
 @dataclass
@@ -106,8 +111,10 @@ def build_session(
     # Small JSON values that must survive a kill: one row each.
     parts.run_values = [
         RunValue("best", partial(getattr, session, "best"), partial(setattr, session, "best"), has_default=True),
-        RunValue(_NUM_SKIPPED, partial(getattr, training, _NUM_SKIPPED), partial(setattr, training, _NUM_SKIPPED)),
+        RunValue(_NUM_SKIPPED, training.skips_state, training.load_skips),
         # Commits that do not say so were planned by version 1.
+        # An evaluation says how many steps its weights have taken.
+        RunValue(STEPS_PER_EPOCH, partial(int, training.plan.num_steps), _ignore, has_default=True),
         RunValue("plan_version", partial(int, PLAN_VERSION), check_plan_version, missing=1),
         RunValue("grad_scaler", engine.scaler.state_dict, engine.scaler.load_state_dict),
         RunValue("requires_grad", engine.flags_state, engine.load_flags, has_default=True),

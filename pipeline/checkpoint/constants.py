@@ -44,9 +44,15 @@ class Constants:
         self._experiment = experiment
         self._copies = copies
         self._written: dict[str, dict[str, _Bits]] = {}
+        self._begun: Changes | None = None
 
     def begin(self) -> Changes:
-        """Choose the constant parameters of a fresh experiment, and return their files."""
+        """Choose the constant parameters of a fresh experiment, the first time, and return their files."""
+        if self._begun is None:
+            self._begun = self._choose()
+        return self._begun
+
+    def _choose(self) -> Changes:
         modules = self._experiment.components.modules
         training = self._experiment.settings.training
         # Of their own: these copies are not needed after the first commit.

@@ -197,6 +197,10 @@ class PersistedParts:
             total_bytes += size
         return Changes(files, folders, num_bytes=total_bytes)
 
+    def choose_constants(self) -> None:
+        """Note which parameters are constant, before hooks may change them: what they change is saved with the rest."""
+        self._constants.begin()
+
     def initial_state(self) -> Changes:
         """Everything an experiment has before its first stage."""
         last = {self._path("last", name): self._path("init", name) for name in self._components.changing_modules}

@@ -201,7 +201,7 @@ class WarmupScheduler(BaseScheduler):
             completed = self.num_taken / (self.warmup_steps or 1)
         else:
             # At most 1: a warm-up of a fraction of an epoch ends before the epoch does.
-            completed = min(1.0, (self.num_epochs + step / self.num_steps) / self.warmup_epochs)
+            completed = min(1.0, (self.num_epochs + step / max(1, self.num_steps)) / self.warmup_epochs)
         factor = self.start_factor + (1 - self.start_factor) * completed
         # A group that a hook has added has no part in the warm-up.
         for group, rate in zip(self.optimizer.param_groups, self.full_rates, strict=False):

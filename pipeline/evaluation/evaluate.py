@@ -33,6 +33,7 @@ from pipeline.store.weight_pools import (
     FROZEN,
     HeldFiles,
     ModuleFiles,
+    all_steps_of,
     counter_entries,
     epoch_of,
     open_commit_on_all_ranks,
@@ -78,7 +79,7 @@ def evaluate(
     if request.predicts:
         predicting = processes.on_all_ranks(_find_predicting, experiment)
     with closing(BatchRunner(experiment, processes, request.split, evaluates=True)) as runner:
-        runner.position = Position(epoch or 0, 0, steps_of(manifest, request.pool) or 0)
+        runner.position = Position(epoch or 0, 0, all_steps_of(manifest, request.pool, experiment.max_steps))
         evaluation = EvaluationPass(experiment, processes, runner, request.shard, request.average)
         is_whole = request.shard == (0, 1)
         if not is_whole:

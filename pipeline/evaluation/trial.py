@@ -18,6 +18,7 @@ from pipeline.errors import Problem
 from pipeline.evaluation.batch_failures import explain_failure
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.pymodules.user_code import user_problem
+from pipeline.experiment.turns import Turn, TurnPlan
 from pipeline.training.averages import Averages
 from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
 from pipeline.training.engines.base import GradientEngine
@@ -27,7 +28,6 @@ from pipeline.training.losses import Items
 from pipeline.training.metrics import MetricAccumulator
 from pipeline.training.step import BatchLosses, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, evaluation_refs
-from pipeline.training.turns import Turn, TurnPlan
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Trial:
         turns = TurnPlan(experiment.components.optim_sched, experiment.settings)
         for number, turn in enumerate(turns.different_turns()):
             engine.begin_step(len(refs), turn)
+            runner.position = Position(1, 1, 1, turn.number)
             is_complete = True
             for position, ref in enumerate(refs):
                 result = self._try_batch(runner, ref, "train", engine, position, turn, is_last=ref is refs[-1])

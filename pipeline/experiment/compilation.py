@@ -20,7 +20,10 @@ def compile_module(module: nn.Module, name: str) -> None:
     # Imported only here: loading the compiler takes as long as loading torch.
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._functorch import config as functorch_config
 
+    # Optimizers that follow different registers take several backward passes through one graph.
+    functorch_config.donated_buffer = False
     config.fail_on_recompile_limit_hit = True
     # This limit counts over all modules; recompile_limit below is the limit of each.
     config.accumulated_recompile_limit = 1 << 16

@@ -22,6 +22,8 @@ from pipeline.store.store import read_current_manifest
 from pipeline.system.disk import Digest
 from pipeline.system.files import regular_size
 
+# The name of a value of commits.
+STEPS_PER_EPOCH = "steps_per_epoch"
 FROZEN = "frzn"
 _POOLS = f"{MODULE_CKPS}/"
 _COUNTERS = f"{DATA_COUNTER_DATA}/"
@@ -88,6 +90,12 @@ def epoch_of(manifest: Manifest, pool: str) -> int | None:
         return progress.epoch if progress.stage in (EVALUATION, FINISHED) else max(0, progress.epoch - 1)
     number = pool.removeprefix("epoch_")
     return 0 if pool == "init" else int(number) if number.isdigit() else None
+
+
+def all_steps_of(manifest: Manifest, pool: str, max_steps: int | None) -> int:
+    """Return how many steps a pool's weights have taken in all; commits of earlier versions do not know."""
+    steps = (epoch_of(manifest, pool) or 0) * int(manifest.run_state.get(STEPS_PER_EPOCH, 0)) + steps_of(manifest, pool)
+    return steps if max_steps is None else min(steps, max_steps)
 
 
 def steps_of(manifest: Manifest, pool: str) -> int:

@@ -68,7 +68,10 @@ class Averages:
             return
         self._update_owners()
         for name, follower in self._followers.items():
-            if not self._owners[name].isdisjoint(stepped):
+            # While an owner has only begun its step, its weights are not where they will be.
+            owners = (self._experiment.optimizers[owner] for owner in self._owners[name])
+            is_complete = not any(getattr(owner, "is_between_turns", False) for owner in owners)
+            if is_complete and not self._owners[name].isdisjoint(stepped):
                 follower.follow(epoch)
 
     def state(self) -> dict[str, int]:

@@ -169,7 +169,9 @@ def _find_group_problem(
             if not isinstance(name, str) or not is_entry_name(name) or names.count(name) > 1:
                 what = f"must give a param group a 'name' of its own, but the names are {names}"
                 return what, f'optimizers["{optimizer_name}"].add_param_group({{"params": …, "name": "unfrozen"}})'
-        for parameter in (parameter for group in groups for parameter in group["params"]):
+        for parameter in (parameter for group in groups[: len(known)] for parameter in group["params"]):
+            owners[parameter] = optimizer_name
+        for parameter in (parameter for group in groups[len(known) :] for parameter in group["params"]):
             if parameter not in named:
                 what = f"has added a parameter to optimizer {optimizer_name!r} that no trained module has"
                 return what, "add parameters of state.modules only: others would not be saved"

@@ -234,6 +234,11 @@ class Prefetcher(Iterator[Loaded]):
                 self._error = error
             self.seconds += time.perf_counter() - started
 
+    @property
+    def loaded(self) -> list[Loaded]:
+        """The batches that were loaded ahead."""
+        return list(self._loaded)
+
     def look_ahead(self, num_batches: int) -> list[Loaded]:
         """Return the next batches, which stay there to be asked for."""
         self.load(num_batches)

@@ -233,12 +233,11 @@ class MetricAccumulator:
 
     def gather(self) -> dict[str, list[Branch[State]]]:
         """Return the combined states of all ranks on rank zero, by metric and in order, and forget them."""
-        held = {
-            name: [
-                Branch(branch.start, branch.size, self._adapters[name].pack(branch.value)) for branch in branches.held
-            ]
-            for name, branches in self._branches.items()
-        }
+        held: dict[str, list[Branch[State]]] = {}
+        for name, branches in self._branches.items():
+            adapter = self._adapters[name]
+            with self._explained(name, "update"):
+                held[name] = [Branch(branch.start, branch.size, adapter.pack(branch.value)) for branch in branches.held]
         self.clear()
         everyone = self._processes.gather_on_rank_zero(held) if held else []
         return {name: [branch for own in everyone for branch in own[name]] for name in held if everyone}

@@ -132,8 +132,12 @@ class RankComparison:
         states, _ = optimizer_state(modules, self._experiment.optimizers)
         tensors = {**module_tensors(modules), **states}
         shapes = {name: (str(tensors[name].dtype), tuple(tensors[name].shape)) for name in tensors if name in names}
+        groups = {
+            f"the param groups of optimizer {name!r}": repr([group["name"] for group in optimizer.param_groups])
+            for name, optimizer in self._experiment.optimizers.items()
+        }
         # A broadcast between tensors of different shapes would hang or overwrite memory.
-        refuse_differences(self._processes, shapes, "while rank 0 was copied")
+        refuse_differences(self._processes, {**shapes, **groups}, "while rank 0 was copied")
         for name in shapes:
             self._processes.broadcast_tensor(tensors[name])
         if names <= set(tensors):

@@ -13,9 +13,10 @@ from pipeline.training.step_plan import BatchRef
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """The losses that an optimizer follows, of a batch, by register.
+    """Where the backward pass of a batch begins, by name, with the factor of each in the step's loss.
 
-    Of each one value per item, its factor in the step's loss, and the sum of its values.
+    Most often these are the losses that an optimizer follows, by register, with a value per item. The sums, by
+    register, tell whether all values are finite.
     """
 
     losses: dict[str, torch.Tensor]
@@ -59,7 +60,8 @@ class StepOutcome:
         }
         bad = [outcome for outcome in outcomes if outcome.skipped]
         return cls(
-            skipped=bool(bad),
+            # A turn that is skipped alone is not a step that was.
+            skipped=len(bad) == len(outcomes),
             overflowed=bool(bad) and all(outcome.overflowed for outcome in bad),
             stop=last.stop,
             commit=last.commit,
@@ -80,6 +82,8 @@ class StepReport:
     outcome: StepOutcome
     # Which loss made a step be skipped, in words; empty if none did.
     cause: str = ""
+    # The optimizers whose turns were skipped, if other turns of the step were not.
+    skipped_alone: tuple[str, ...] = ()
 
 
 class StepObserver:

@@ -13,6 +13,7 @@ from pipeline.checkpoint.records import Records
 from pipeline.components import BaseLossWeighter
 from pipeline.distributed.processes import Processes
 from pipeline.experiment.assembly import Experiment
+from pipeline.experiment.turns import Turn, TurnPlan
 from pipeline.system.seeding import seed_generators
 from pipeline.training.anomaly import anomaly_explained
 from pipeline.training.averages import Averages
@@ -24,12 +25,12 @@ from pipeline.training.loaders import LoadedBatch, Prefetcher
 from pipeline.training.losses import LossAccumulator
 from pipeline.training.step import BatchLosses, StepObserver, StepOutcome, StepReport, StepRequests
 from pipeline.training.step_plan import BatchAssignment, BatchRef, assign_rounds, assign_shares, create_plan
-from pipeline.training.turns import Turn, TurnPlan
 from pipeline.training.whole_step import WholeStep
 
 # Steps whose losses wait on the device before the host reads them all at once.
 _MAX_PENDING_STEPS = 64
 _MAX_SHOWN_POINTS = 8
+_NOTHING = frozenset[str]()
 
 
 class TrainingStage:
@@ -40,10 +41,12 @@ class TrainingStage:
         for each step:
             count the items of the step, if its batches must be loaded for that
             compute the losses that couple the rows of the whole step, if there are any
-            for each of this rank's batches:
-                load → forward → losses → backward
-            reduce the gradients once → clip and step, or skip
-            averages follow, schedule and weigh
+            for each turn, of which most steps have one:
+                for each of this rank's batches:
+                    load → forward → losses → backward
+                reduce the gradients → clip and step, or skip
+                averages follow
+            schedule and weigh
             report the step: the caller may log, commit or stop here
         after_train_epoch
 
@@ -84,11 +87,29 @@ class TrainingStage:
         self._counting: tuple[torch.Tensor, Callable[[], object]] | None = None
         names = [register.name for register in self._registers]
         self._accumulator = LossAccumulator(names, self.plan.max_batches, processes)
-        self._turns = TurnPlan(experiment.components.optim_sched, experiment.settings)
+        per_update = {name: getattr(one, "turns_per_step", 1) for name, one in experiment.optimizers.items()}
+        self._turns = TurnPlan(experiment.components.optim_sched, experiment.settings, per_update)
         # How many steps have losses that are still on the device.
         self._num_pending = 0
         self.observer = StepObserver()
-        self.num_consecutive_skipped = 0
+        # By optimizer, how many of its latest turns were skipped because something was not finite.
+        self._skips_in_a_row = dict.fromkeys(experiment.optimizers, 0)
+        # Of the steps whose losses are on the device, the registers of turns that were skipped alone.
+        self._left_out: list[frozenset[str]] = []
+
+    @property
+    def num_consecutive_skipped(self) -> int:
+        """How often in a row an optimizer was kept from its update by something that is not finite, at most."""
+        return max(self._skips_in_a_row.values(), default=0)
+
+    def skips_state(self) -> int | dict[str, int]:
+        """Return the skips in a row for a commit: by optimizer where they differ."""
+        differing = set(self._skips_in_a_row.values())
+        return dict(self._skips_in_a_row) if len(differing) > 1 else max(differing, default=0)
+
+    def load_skips(self, state: int | dict[str, int]) -> None:
+        by_optimizer = state if isinstance(state, dict) else dict.fromkeys(self._skips_in_a_row, state)
+        self._skips_in_a_row |= by_optimizer
 
     def begin(self) -> None:
         """Call what acts once in the life of an experiment, before its first commit."""
@@ -98,6 +119,7 @@ class TrainingStage:
 
     def run(self, epoch: int, first_step: int, requests: Callable[[], StepRequests]) -> Iterator[StepReport]:
         """Yield after each step from ``first_step`` on; the epoch is complete when this is exhausted."""
+        self._counting = None
         self._experiment.set_training(True)
         definitions = self._experiment.components.optim_sched
         self._schedulers = {
@@ -185,9 +207,15 @@ class TrainingStage:
         num_steps = self.plan.steps_of(epoch)
         if self._counts_items and index + 1 < num_steps and not outcome.stop:
             self._begin_counting(self._assignments(self.plan.step(epoch, index + 1)), loading)
-        cause = self._find_cause(epoch, batches) if outcome.skipped and not outcome.overflowed else ""
+        skipped = [turn for turn, one in zip(turns, outcomes, strict=True) if one.skipped]
+        skipped_alone = tuple(name for turn in skipped for name in turn.optimizers) if not outcome.skipped else ()
+        is_bad = bool(skipped) and not outcome.overflowed
+        cause = self._find_cause(epoch, batches) if is_bad else ""
 
         self._records.add_step_rates(rates, outcome.norms, outcome.skipped)
+        self._left_out.append(
+            frozenset[str]().union(*(turn.recorded for turn in skipped)) if skipped_alone else _NOTHING
+        )
         self._num_pending += 1
         if self._num_pending == self._max_pending:
             self.flush()
@@ -199,12 +227,14 @@ class TrainingStage:
             seed_generators(self._settings.seed, "after", epoch, index)
             self._weighter.after_train_step(self._records.losses)
         self.hooks.call_after_step(epoch, index + 1)
-        # A gradient that fp16 cannot hold does not count.
-        is_bad = outcome.skipped and not outcome.overflowed
-        self.num_consecutive_skipped = self.num_consecutive_skipped + 1 if is_bad else 0
+        for turn, one in zip(turns, outcomes, strict=True):
+            for name in turn.optimizers:
+                # A gradient that fp16 cannot hold does not count.
+                is_counted = one.skipped and not one.overflowed
+                self._skips_in_a_row[name] = self._skips_in_a_row[name] + 1 if is_counted else 0
         self.observer.step_ends(outcome)
         seconds = time.perf_counter() - started
-        return StepReport(index + 1, num_steps, seconds, loading.seconds - loaded, outcome, cause)
+        return StepReport(index + 1, num_steps, seconds, loading.seconds - loaded, outcome, cause, skipped_alone)
 
     def _run_batches(
         self,
@@ -252,13 +282,15 @@ class TrainingStage:
             losses = self._runner.losses(loaded, assignment.ref, items, key, turn.needed)
             followed = {name: loss for name, loss in losses.items() if name in scales and name in turn.needed}
             return BatchLosses(followed, dict.fromkeys(followed, 0.0), {})
-        self.observer.batch_is_loaded(position, assignment.ref, loaded.batch)
+        # Turns that share batches see each again: their batches are numbered on.
+        seen = position + (turn.number * self.plan.max_batches if turn.key else 0)
+        self.observer.batch_is_loaded(seen, assignment.ref, loaded.batch)
         is_coupled = self._whole_step.covers(assignment.ref)
         if is_coupled:
             losses = self._whole_step.losses(assignment)
         else:
             losses = self._runner.losses(loaded, assignment.ref, items, key, turn.needed)
-        self.observer.losses_are_known(position, losses)
+        self.observer.losses_are_known(seen, losses)
         sums = self._accumulator.add(self._num_pending, position, losses, items, turn.recorded)
         followed = {name: loss for name, loss in losses.items() if name in scales and name in turn.needed}
         followed_sums = {name: sums[name] for name in followed}
@@ -277,7 +309,9 @@ class TrainingStage:
 
         A mean needs the items of all ranks before the first backward pass, so this rank's batches are loaded now.
         """
-        loaded = zip(assignments, loading.look_ahead(len(assignments)), strict=True)
+        loading.load(len(assignments))
+        # All ranks take part, also one that could not load its batches: it says so when it asks for them.
+        loaded = zip(assignments, loading.loaded, strict=False)
         own = [self._runner.items(batch, given.ref) for given, batch in loaded if not given.is_stand_in]
         # On the CPU: the counts are there, and a device would have to be waited for.
         counts = torch.tensor(self._add_items(own))
@@ -289,6 +323,8 @@ class TrainingStage:
             # In the first step of an epoch or of a run; later ones were counted while the step before ended.
             self._begin_counting(assignments, loading)
         assert self._counting is not None
+        # Raises what went wrong while they were loaded.
+        loading.look_ahead(len(assignments))
         counts, wait = self._counting
         self._counting = None
         wait()
@@ -357,6 +393,12 @@ class TrainingStage:
     def flush(self) -> None:
         """Bring the losses of the latest steps into the records; called by all ranks at the same step."""
         if self._num_pending:
-            for totals, items in zip(*self._accumulator.collect(self._num_pending), strict=True):
+            names = [register.name for register in self._registers]
+            rows = zip(*self._accumulator.collect(self._num_pending), self._left_out, strict=True)
+            for totals, items, left_out in rows:
+                for column in (names.index(name) for name in left_out):
+                    # As if the turn had no batch: the other turns of the step count.
+                    totals[column] = items[column] = 0
                 self._records.add_step_losses(totals, items.tolist())
             self._num_pending = 0
+            self._left_out.clear()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from pipeline.distributed.processes import Processes
+from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
-from pipeline.training.batch_runner import BatchRunner, Key, out_of_memory_explained
+from pipeline.training.batch_runner import BatchRunner, Key, is_out_of_memory, out_of_memory_explained
 from pipeline.training.buffers import preserved_buffers
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.loaders import LoadedBatch, Prefetcher
@@ -99,7 +101,8 @@ class WholeStep:
             # A rank without a batch of this dataset has nothing to do with the gradients.
             if any(position in own for position in chosen):
                 is_owner = chosen[0] in own
-                self._compute_loss(coupled, batches[chosen[0]], (*key, "loss", dataset), scales, is_owner=is_owner)
+                with _loss_explained(dataset, len(next(iter(rows.values())))):
+                    self._compute_loss(coupled, batches[chosen[0]], (*key, "loss", dataset), scales, is_owner=is_owner)
 
     def _embed(self, key: Key, assignments: list[BatchAssignment], loading: Prefetcher[LoadedBatch]) -> dict[int, Rows]:
         """Return the rows of this rank's batches by position, without a trace in the modules."""
@@ -132,7 +135,8 @@ class WholeStep:
         """Return the rows of all batches by position; one all-gather of bytes carries all names of all datasets."""
         world_size = self._processes.world_size
         if world_size == 1:
-            return own
+            # As they arrive from other ranks: kernels may round by the order in memory.
+            return {position: {name: row.contiguous() for name, row in rows.items()} for position, rows in own.items()}
         placed = list(enumerate(batches))
         by_rank = [
             [given for given in assign_shares(placed, rank, world_size) if self.covers(given.ref)]
@@ -232,6 +236,20 @@ class WholeStep:
             if not all(bool(row[own].isfinite().all()) for row in coupled.rows.values()):
                 return position
         return None
+
+
+@contextmanager
+def _loss_explained(dataset: str, num_rows: int) -> Iterator[None]:
+    """Turn a lack of memory in the loss over all rows into one sentence."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, PipelineError) or not is_out_of_memory(error):
+            raise
+        raise PipelineError(
+            f"Out of memory in loss of module_transforms/{dataset}.py over the {num_rows} rows of a step.\n"
+            "  fix: lower step_min_items in settings/data_loading.json: a smaller batch_size does not change the rows."
+        ) from error
 
 
 def _slices(batches: list[BatchRef], positions: Sequence[int]) -> dict[int, slice]:

@@ -441,10 +441,6 @@ def test_check_prints_what_the_rows_take(tmp_path: Path, capsys: pytest.CaptureF
 MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "no loss": ({"def loss(": "def losses("}, "must have embed and loss together, but has embed without loss"),
     "no embed": ({"def embed(": "def rows("}, "must have embed and loss together, but has loss without embed"),
-    "all three": (
-        {"def embed(": "def __call__(self, batch, modules):\n        return {}\n\n    def embed("},
-        "must have either __call__ or the pair embed and loss, but has all three",
-    ),
     "arguments of loss": ({"def loss(self, rows, modules)": "def loss(self, rows)"}, "loss(self, rows, modules)"),
     "arguments of embed": (
         {"def embed(self, batch, modules)": "def embed(self, batch)"},

@@ -19,6 +19,7 @@ from pipeline.experiment.pymodules.definitions import Components
 from pipeline.experiment.pymodules.user_code import place_of
 from pipeline.experiment.settings.json_source import read_document
 from pipeline.experiment.settings.settings import Settings
+from pipeline.experiment.turns import TurnPlan
 
 # The steps of one period are listed.
 _MAX_PERIOD = 10_000
@@ -183,10 +184,20 @@ def _turn_problems(components: Components, settings: Settings, folder: Path) -> 
         what = f"register {register!r} is optimised, but no optimizer follows it"
         fix = 'add it to loss_registers in a file of optim_sched, or give it "optimize": false'
         yield Problem(_place_of_register(folder.parent / "settings" / "loss_registers.json", register), what, fix)
-    period = math.lcm(len(training.turns or "1"), *(entry.every_steps for entry in components.optim_sched.values()))
+    period = math.lcm(
+        len(training.turns) if training.turns else 1, *(entry.every_steps for entry in components.optim_sched.values())
+    )
     if period > _MAX_PERIOD:
         what = f"every_steps and turns must repeat within {_MAX_PERIOD} steps, but do after {period}"
         yield Problem(str(folder / "optim_sched"), what, "choose numbers that are multiples of each other")
+    else:
+        turns = TurnPlan(components.optim_sched, settings)
+        for name in optimizers:
+            if not turns.updates_before(name, turns.period):
+                what = f"{name!r} would never act: its turns do not come in the steps that every_steps leaves it"
+                yield Problem(
+                    str(folder / "optim_sched" / f"{name}.py"), what, "remove every_steps, or change the turns"
+                )
     if training.shards_modules and (training.turns or changes_cadence):
         names = "turns" if training.turns else f"loss_registers and every_steps of {', '.join(changes_cadence)}"
         what = f'"{training.parallelism}" does not go together with {names}: torch reduces the gradients of all shards'
@@ -265,7 +276,8 @@ def _policy_problems(components: Components, settings: Settings, folder: Path) -
 
 def scheduler_problems(schedulers: Mapping[str, BaseScheduler], settings: Settings, folder: Path) -> Iterator[Problem]:
     """Yield schedulers that follow a register of evaluations which does not exist, or is better the other way."""
-    directions = {register.name: register.direction for register in settings.registers_of("val")}
+    # Metrics and averages of weights have registers, too.
+    directions = {register.name: register.direction for register in settings.loss_registers if "val" in register.splits}
     for name, scheduler in schedulers.items():
         while isinstance(scheduler, WarmupScheduler):
             scheduler = scheduler.then

@@ -58,7 +58,8 @@ def optimizer_problems(
         given = [turn for turn in training.turns or () if name in turn]
         if num_turns > 1 and (len(given) != num_turns or not training.share_batches):
             what = f"{type(optimizer).__name__} needs {num_turns} turns over the same batches in every step"
-            fix = f'"turns": {[[name]] * num_turns}, "share_batches": true in settings/training.json'
+            turns = [[name]] * (num_turns - 1) + [[*optimizers]]
+            fix = f'"turns": {turns}, "share_batches": true in settings/training.json'
             yield Problem(str(folder / "optim_sched" / f"{name}.py"), what, fix.replace("'", '"'))
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         # Most optimizers of torch accept a closure; only one without a default is needed.

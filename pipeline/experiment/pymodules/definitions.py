@@ -124,6 +124,12 @@ class MetricDefinition:
     directions: Mapping[str, str]
 
 
+def has_own_call(create: object) -> bool:
+    """Return whether a class of module transforms defines ``__call__``; the base class has one that raises."""
+    kinds = getattr(create, "__mro__", ())
+    return any("__call__" in vars(kind) for kind in kinds if kind is not BaseModuleTransform)
+
+
 @dataclass(frozen=True)
 class ModuleTransformDefinition:
     create: Callable[[dict[str, BaseDataCounter], torch.device, logging.Logger], BaseModuleTransform]
@@ -139,7 +145,9 @@ class ModuleTransformDefinition:
     @cached_property
     def is_whole_step(self) -> bool:
         """Return whether its loss couples the rows of all batches of a step."""
-        return all(callable(getattr(self.create, method, None)) for method in ("embed", "loss"))
+        is_pair = all(callable(getattr(self.create, method, None)) for method in ("embed", "loss"))
+        # Beside a __call__ of its own, they are helpers.
+        return is_pair and not has_own_call(self.create)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.gradient_flags import Flags, FrozenNames, GradientFlags
+from pipeline.experiment.turns import Turn
 from pipeline.system.accelerators import constant
 from pipeline.system.seeding import seed_generators
 from pipeline.training.buffers import StepBuffers
@@ -24,7 +25,6 @@ from pipeline.training.engines.reduction import BatchSums, gradient_norms
 from pipeline.training.rank_differences import refuse_differences
 from pipeline.training.step import BatchLosses, StepOutcome, StepRequests
 from pipeline.training.step_plan import BatchAssignment
-from pipeline.training.turns import Turn
 
 _MAX_CONSTANTS = 256
 # The entry of a step's message that says whether flags have changed: it follows health, stop and commit.
@@ -39,9 +39,9 @@ class GradientEngine(ABC):
         or, without any batch: join_without_batch
         finish_step
 
-    Between ranks travels one message per step: whether any of them met a loss that is not finite (a sum that is 0 or
-    NaN), was asked to stop or wants a commit, whether its requires_grad flags have changed, and which weights any of
-    them has used. Engines differ in how the message and the gradients are added.
+    Between ranks travels one message per step, or per turn of it: whether any of them met a loss that is not finite (a
+    sum that is 0 or NaN), was asked to stop or wants a commit, whether its requires_grad flags have changed, and which
+    weights any of them has used. Engines differ in how the message and the gradients are added.
 
     The flags may change between steps; what a batch changes is undone after it, because other ranks run other batches.
     An engine reduces the weights that were trained when it was set up. In the step after a change, the weights that are

@@ -8,10 +8,10 @@ from pipeline.distributed.processes import Processes
 from pipeline.errors import PipelineError
 from pipeline.experiment.assembly import Experiment
 from pipeline.experiment.gradient_flags import Flags
+from pipeline.experiment.turns import Turn
 from pipeline.training.engines.base import GradientEngine
 from pipeline.training.engines.reduction import Tensors, TreeSums
 from pipeline.training.step_plan import share_of
-from pipeline.training.turns import Turn
 
 
 class ExactEngine(GradientEngine):

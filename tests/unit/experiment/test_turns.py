@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.experiment.pymodules.definitions import OptimSched
 from pipeline.experiment.settings.settings import LossRegister, Settings, TrainingSettings
-from pipeline.training.turns import TurnPlan
+from pipeline.experiment.turns import TurnPlan
 
 
 def _never(_: object) -> Any:

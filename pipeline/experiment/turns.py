@@ -52,7 +52,14 @@ class Turn:
 class TurnPlan:
     """The turns of every step. Steps count from 0 over all epochs."""
 
-    def __init__(self, definitions: Mapping[str, OptimSched], settings: Settings) -> None:
+    def __init__(
+        self,
+        definitions: Mapping[str, OptimSched],
+        settings: Settings,
+        turns_per_update: Mapping[str, int] | None = None,
+    ) -> None:
+        # Of optimizers that need several turns for one update.
+        self._turns_per_update = turns_per_update or {}
         training = settings.training
         optimised = [register.name for register in settings.loss_registers if register.optimize]
         self._registers = [register.name for register in settings.registers_of("train")]
@@ -61,10 +68,10 @@ class TurnPlan:
         self._turns = training.turns or (tuple(definitions),)
         self._shares_batches = training.share_batches and len(self._turns) > 1
         # After so many steps everything repeats.
-        self._period = math.lcm(
+        self.period = math.lcm(
             1 if self._shares_batches else len(self._turns), *(entry.every_steps for entry in definitions.values())
         )
-        self._steps = [self._create_step(step) for step in range(self._period)]
+        self._steps = [self._create_step(step) for step in range(self.period)]
         # Every optimizer acts once in every step.
         self.is_every_step = all(len(turns) == 1 and turns[0].is_whole for turns in self._steps)
         # For each optimizer, in how many turns it has acted before each step of a period, and in all of it.
@@ -75,17 +82,17 @@ class TurnPlan:
 
     def of_step(self, step: int) -> list[Turn]:
         """Return the turns of a step, in their order."""
-        return self._steps[step % self._period]
+        return self._steps[step % self.period]
 
     def different_turns(self) -> list[Turn]:
         """Return every turn that differs from the others, in the order in which they first come."""
         return list(dict.fromkeys(turn for turns in self._steps for turn in turns))
 
     def updates_before(self, optimizer: str, step: int) -> int:
-        """Return in how many turns before a step an optimizer acts, whether or not they are skipped for a NaN."""
-        rounds, rest = divmod(step, self._period)
+        """Return how many updates an optimizer is to take before a step, whether or not they are skipped for a NaN."""
+        rounds, rest = divmod(step, self.period)
         before = self._updates[optimizer]
-        return rounds * before[-1] + before[rest]
+        return (rounds * before[-1] + before[rest]) // self._turns_per_update.get(optimizer, 1)
 
     def _create_step(self, step: int) -> list[Turn]:
         named = self._turns if self._shares_batches else [self._turns[step % len(self._turns)]]
@@ -94,10 +101,12 @@ class TurnPlan:
         turns: list[Turn] = []
         first = 0 if self._shares_batches else step % len(self._turns)
         left = set(self._registers)
-        for number, names in enumerate(acting):
+        # A turn in which nobody acts would only cost a pass over the batches; a step has one turn at least.
+        numbered = [(number, names) for number, names in enumerate(acting) if names] or [(len(acting) - 1, acting[-1])]
+        for number, names in numbered:
             followers = self._group(names)
             followed = {name for follower in followers for name in follower.registers}
-            is_last = number + 1 == len(acting)
+            is_last = number == numbered[-1][0]
             # What no optimizer follows in any turn is recorded in the last.
             recorded = frozenset(left if is_last else left & followed)
             left -= recorded
