@@ -6,15 +6,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline.errors import PipelineError
 from pipeline.store.compare import first_difference, read_any
 from tests.crash.campaign import live
 from tests.runs.test_workloads import Losses, check_losses, plain, write
 from tests.support.running import run_inside, run_process
+from tests.support.verbs import call
 
 RESULTS = Path("experiment_results/tiny")
 DATA = RESULTS / "data"
@@ -202,9 +205,10 @@ def test_turn_that_is_skipped_leaves_no_trace_of_the_other(tmp_path: Path, turn:
     assert has_moved == (turn == 0)
 
 
-def adam_steps(home: Path) -> dict[str, int]:
+def adam_steps(home: Path, *names: str) -> dict[str, int]:
     """Return how many updates each optimizer has applied."""
-    states = {name: read_any(home / DATA / f"optim_ckps/{name}.pt") for name in ("discriminator", "generator")}
+    names = names or ("discriminator", "generator")
+    states = {name: read_any(home / DATA / f"optim_ckps/{name}.pt") for name in names}
     return {name: int(state["state"][0]["step"]) for name, state in states.items()}
 
 
@@ -234,8 +238,74 @@ def test_transform_may_leave_out_what_nobody_follows_in_a_turn(tmp_path: Path) -
         data_loading={"step_min_items": 8},
         training=SHARED,
     )
+    assert call(tmp_path, "check", "tiny") == 0
     run_inside(tmp_path)
     check_losses(tmp_path, train_by_hand(tmp_path, shares=True))
+
+
+def test_turn_that_is_skipped_alone_takes_its_register_out_of_the_step(tmp_path: Path) -> None:
+    """G's NaN in every step leaves D's updates and losses, and ends the run once there are too many in a row."""
+    transform = GAN["pymodules/module_transforms/points.py"].replace('"g_loss": F', '"g_loss": float("nan") * F')
+    write(
+        tmp_path,
+        {**GAN, "pymodules/module_transforms/points.py": transform},
+        REGISTERS,
+        data_loading={"step_min_items": 8},
+        training={**SHARED, "max_consecutive_nan_steps": 7},
+    )
+    with pytest.raises(PipelineError, match="8 steps in a row"):
+        run_inside(tmp_path, "--no-validate")
+    steps = {
+        name: read_any(tmp_path / DATA / f"loss_reg_data/train/{name}/step_data_1.npz") for name in ("d_loss", "g_loss")
+    }
+    assert np.isfinite(steps["d_loss"]["means"]).all()
+    assert (steps["g_loss"]["items"] == 0).all()
+    assert not steps["d_loss"]["skipped"].any()
+    assert adam_steps(tmp_path, "discriminator")["discriminator"] >= 5
+
+
+FALLING = """
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import ExponentialLR
+
+    from pipeline.components import TorchScheduler, sharpness_aware
+
+    {follows}
+
+
+    def create_optimizer(modules):
+        weights = [weight for name in {names} for weight in modules[name].parameters()]
+        return {optimizer}
+
+
+    def create_scheduler(optimizer):
+        return TorchScheduler(ExponentialLR(optimizer, 0.5), per="step")
+"""
+
+
+def last_rate(home: Path, files: dict[str, str], **training: Any) -> dict[str, float]:
+    """Train one epoch of three steps; return the rates that follow it, of optimizers that began at 1."""
+    others = {file: text for file, text in GAN.items() if "optim_sched" not in file}
+    files = {f"pymodules/optim_sched/{name}.py": text for name, text in files.items()}
+    write(home, {**others, **files}, REGISTERS, data_loading={"step_min_items": 12}, training=training)
+    run_inside(home)
+    paths = {Path(file).stem: home / DATA / f"optim_ckps/{Path(file).stem}.pt" for file in files}
+    return {name: read_any(path)["param_groups"][0]["lr"] for name, path in paths.items()}
+
+
+def test_scheduler_follows_the_updates_of_its_own_optimizer(tmp_path: Path) -> None:
+    """D acts in two of three steps and G in one, and their rates fall as often; that of SAM falls once per step."""
+    plain = "SGD(weights, lr=1.0)"
+    files = {
+        name: FALLING.format(follows=f'loss_registers = ["{name[0]}_loss"]', names=[name], optimizer=plain)
+        for name in ("discriminator", "generator")
+    }
+    turns = [["discriminator"], ["discriminator"], ["generator"]]
+    rates = last_rate(tmp_path / "gan", files, turns=turns, max_epochs=1)
+    assert rates == {"discriminator": 0.5**2, "generator": 0.5}
+    sam = "sharpness_aware(SGD, weights, lr=1.0)"
+    both = FALLING.format(follows="", names=["discriminator", "generator"], optimizer=sam)
+    assert last_rate(tmp_path / "sam", {"main": both}, **SAM_TURNS, max_epochs=1) == {"main": 0.5**3}
 
 
 MISTAKES = {
@@ -252,6 +322,11 @@ MISTAKES = {
         {"pymodules/optim_sched/generator.py": GAN["pymodules/optim_sched/generator.py"].replace("g_loss", "gloss")},
         "loss_registers has 'gloss', which is not optimised",
     ),
+    "never": (
+        {"turns": [["discriminator"], ["generator"]]},
+        {"pymodules/optim_sched/discriminator.py": "every_steps = 2\n" + "from ._d import create_optimizer\n"},
+        "'discriminator' would never act",
+    ),
     "no step": (
         {},
         {"pymodules/optim_sched/generator.py": "every_steps = 0\n" + "from ._g import create_optimizer\n"},
@@ -265,7 +340,11 @@ MISTAKES = {
 def test_mistakes_are_one_sentence_and_leave_the_disk_alone(tmp_path: Path, mistake: str) -> None:
     """Turns and registers that do not match are refused before anything is written."""
     training, files, expected = MISTAKES[mistake]
-    more = {"pymodules/optim_sched/_g.py": GAN["pymodules/optim_sched/generator.py"]} if mistake == "no step" else {}
+    names = {"never": "discriminator", "no step": "generator"}
+    more = {}
+    if mistake in names:
+        name = names[mistake]
+        more[f"pymodules/optim_sched/_{name[0]}.py"] = GAN[f"pymodules/optim_sched/{name}.py"]
     write(tmp_path, {**GAN, **more, **files}, REGISTERS, data_loading={"step_min_items": 8}, training=training)
     done = run_process(tmp_path)
     assert done.returncode == 2

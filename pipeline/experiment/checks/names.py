@@ -160,12 +160,12 @@ def _turn_problems(components: Components, settings: Settings, folder: Path) -> 
     training = settings.training
     optimizers = list(components.optim_sched)
     where = f"{folder.parent / 'settings' / 'training.json'} (turns)"
-    for name in sorted({name for names in training.turns or () for name in names} - set(optimizers)):
+    named = {name for names in training.turns or (tuple(optimizers),) for name in names}
+    for name in sorted(named - set(optimizers)):
         yield Problem(where, f"has {name!r}, {_list_known(name, optimizers)}")
-    if training.turns:
-        for name in sorted(set(optimizers) - {name for names in training.turns for name in names}):
-            yield Problem(where, f"must name every optimizer, but {name!r} has no turn", f'add ["{name}"]')
-    elif training.share_batches:
+    for name in sorted(set(optimizers) - named):
+        yield Problem(where, f"must name every optimizer, but {name!r} has no turn", f'add ["{name}"]')
+    if training.share_batches and not training.turns:
         yield Problem(f"{where[:-7]}(share_batches)", "needs turns, which share the batches", "set turns, or remove it")
     optimised = [register.name for register in settings.loss_registers if register.optimize]
     followed = set[str]()
@@ -190,7 +190,7 @@ def _turn_problems(components: Components, settings: Settings, folder: Path) -> 
     if period > _MAX_PERIOD:
         what = f"every_steps and turns must repeat within {_MAX_PERIOD} steps, but do after {period}"
         yield Problem(str(folder / "optim_sched"), what, "choose numbers that are multiples of each other")
-    else:
+    elif named == set(optimizers):
         turns = TurnPlan(components.optim_sched, settings)
         for name in optimizers:
             if not turns.updates_before(name, turns.period):

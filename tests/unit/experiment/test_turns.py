@@ -74,3 +74,10 @@ def test_number_of_updates_is_what_counting_gives(shares: bool) -> None:
         for step in range(20):
             counted = sum(name in turn.optimizers for before in range(step) for turn in turns.of_step(before))
             assert turns.updates_before(name, step) == counted
+
+
+def test_turn_in_which_nobody_acts_is_left_out() -> None:
+    """Where turns share batches, one without an optimizer would only cost a pass over them."""
+    turns = plan({"d": {}, "g": {"every_steps": 3}}, turns=(("d",), ("g",)), share_batches=True)
+    assert acting(turns, 3) == [[("d",)], [("d",)], [("d",), ("g",)]]
+    assert turns.of_step(0)[0].recorded == {"d_loss", "g_loss", "accuracy"}
