@@ -324,12 +324,15 @@ MISTAKES = {
     ),
     "never": (
         {"turns": [["discriminator"], ["generator"]]},
-        {"pymodules/optim_sched/discriminator.py": "every_steps = 2\n" + "from ._d import create_optimizer\n"},
+        {
+            "pymodules/optim_sched/discriminator.py": "\n    every_steps = 2"
+            + GAN["pymodules/optim_sched/discriminator.py"]
+        },
         "'discriminator' would never act",
     ),
     "no step": (
         {},
-        {"pymodules/optim_sched/generator.py": "every_steps = 0\n" + "from ._g import create_optimizer\n"},
+        {"pymodules/optim_sched/generator.py": "\n    every_steps = 0" + GAN["pymodules/optim_sched/generator.py"]},
         "every_steps must be an integer of 1 or more, but is 0",
     ),
     "shards": ({"parallelism": "fsdp"}, {}, '"fsdp" does not go together with loss_registers'),
@@ -340,12 +343,7 @@ MISTAKES = {
 def test_mistakes_are_one_sentence_and_leave_the_disk_alone(tmp_path: Path, mistake: str) -> None:
     """Turns and registers that do not match are refused before anything is written."""
     training, files, expected = MISTAKES[mistake]
-    names = {"never": "discriminator", "no step": "generator"}
-    more = {}
-    if mistake in names:
-        name = names[mistake]
-        more[f"pymodules/optim_sched/_{name[0]}.py"] = GAN[f"pymodules/optim_sched/{name}.py"]
-    write(tmp_path, {**GAN, **more, **files}, REGISTERS, data_loading={"step_min_items": 8}, training=training)
+    write(tmp_path, {**GAN, **files}, REGISTERS, data_loading={"step_min_items": 8}, training=training)
     done = run_process(tmp_path)
     assert done.returncode == 2
     assert expected in done.stderr
