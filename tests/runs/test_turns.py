@@ -308,6 +308,11 @@ def test_scheduler_follows_the_updates_of_its_own_optimizer(tmp_path: Path) -> N
     assert last_rate(tmp_path / "sam", {"main": both}, **SAM_TURNS, max_epochs=1) == {"main": 0.5**3}
 
 
+def with_cadence(name: str, every_steps: int) -> str:
+    """Return the file of an optimizer that acts in every so many steps."""
+    return f"\n    every_steps = {every_steps}{GAN[f'pymodules/optim_sched/{name}.py']}"
+
+
 MISTAKES = {
     "unknown optimizer": ({"turns": [["generator"], ["discriminater"]]}, {}, "Did you mean 'discriminator'?"),
     "no turn": ({"turns": [["generator"]]}, {}, "'discriminator' has no turn"),
@@ -332,7 +337,7 @@ MISTAKES = {
     ),
     "no step": (
         {},
-        {"pymodules/optim_sched/generator.py": "\n    every_steps = 0" + GAN["pymodules/optim_sched/generator.py"]},
+        {"pymodules/optim_sched/generator.py": with_cadence("generator", 0)},
         "every_steps must be an integer of 1 or more, but is 0",
     ),
     "shards": ({"parallelism": "fsdp"}, {}, '"fsdp" does not go together with loss_registers'),
